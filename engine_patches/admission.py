@@ -1,0 +1,122 @@
+"""Admission in pages: a request starts only if its peak and everybody else's still fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
+from sglang.srt.runtime_context import get_schedule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from engine_patches.allocator import RaggedAllocator
+
+
+class RaggedPrefillAdder(PrefillAdder):
+    """SGLang's adder, with a second budget beside the logical one: physical pages.
+
+    The estimate of what running requests will still generate is SGLang's own (its new-token
+    ratio); only its unit changes. Reservations include everything a request may come to hold, so
+    a prompt that is admitted is never short of pages in a later chunk.
+    """
+
+    token_to_kv_pool_allocator: RaggedAllocator
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        allocator = self.token_to_kv_pool_allocator
+        allocator.attach(self.tree_cache)
+        self.residents = allocator.residents
+        for req in self.running_batch.reqs if self.running_batch is not None else ():
+            if getattr(req, "raggedkv", None) is not None:
+                ahead = self._get_running_request_total_token_offset(req)
+                req.raggedkv.target = req.raggedkv.length + max(1, int(ahead))
+
+    # -- the physical budget -------------------------------------------------------------------
+
+    def target_of(self, req: Req) -> int:
+        """Tokens the request may come to hold: prompt, output so far, and what it may add."""
+        left = req.sampling_params.max_new_tokens - len(req.output_ids)
+        return len(req.full_untruncated_fill_ids) + min(max(left, 0), CLIP_MAX_NEW_TOKENS)
+
+    def committed(self) -> int:
+        """Pages pinned now plus what the running requests may still need."""
+        future = sum(
+            self.residents.future_pages(resident, resident.target)
+            for resident in self.residents.running
+        )
+        return self.residents.ledger.pinned + future
+
+    def shortage(self, req: Req) -> int:
+        """Pages that are missing to admit the request now (<= 0: it fits)."""
+        hit = self.token_to_kv_pool_allocator.hit_pages(req)
+        cost = self.residents.prefix_cost(hit, self.target_of(req))
+        return self.committed() + cost - self.residents.ledger.capacity
+
+    # -- SGLang's adder ------------------------------------------------------------------------
+
+    def _check_prefill_budget(self, req: Req, **budget):
+        fits, chunk_limit = super()._check_prefill_budget(req, **budget)
+        if fits and self.shortage(req) > 0:
+            return False, None
+        return fits, chunk_limit
+
+    def _commit_prefill_admission(self, req: Req, admission, mamba_gap_reserve: int) -> None:
+        super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
+        self._start(req)
+
+    def add_one_req_ignore_eos(self, req: Req) -> AddReqResult:
+        if self.shortage(req) > 0:
+            return AddReqResult.NO_TOKEN
+        result = super().add_one_req_ignore_eos(req)
+        if self.can_run_list and self.can_run_list[-1] is req:
+            self._start(req)
+        return result
+
+    def _start(self, req: Req) -> None:
+        resident = self.token_to_kv_pool_allocator.start(req)
+        resident.target = self.target_of(req)
+
+    def preempt_to_schedule(self, req: Req) -> bool:
+        """Retract lower-priority requests until ``req`` fits in pages.
+
+        Returns:
+            True if some were retracted and ``req`` can be scheduled. Side effect as upstream:
+            they leave the running batch and join ``preempt_list``.
+        """
+        victims = self._victims(req)
+        if not victims:
+            return False
+        keep, released = [], 0
+        for i, running in enumerate(self.running_batch.reqs):
+            if running not in victims:
+                keep.append(i)
+                continue
+            ahead = self._get_running_request_total_token_offset(running)
+            self.memory_budget.total_offset -= ahead
+            released += 1
+            self.running_batch.release_req(i, len(self.running_batch.reqs) - released)
+        self.running_batch.filter_batch(keep_indices=keep)
+        self.preempt_list.extend(victims)
+        return True
+
+    def _victims(self, req: Req) -> list[Req]:
+        """Fewest lowest-priority running requests whose pages make room for ``req``."""
+        sign = 1 if get_schedule().schedule_low_priority_values_first else -1
+        running = [
+            r for r in self.running_batch.reqs if r not in self.preempt_list and not r.finished()
+        ]
+        running.sort(key=lambda r: (-r.priority * sign, -r.time_stats.wait_queue_entry_time))
+        short, victims = self.shortage(req), []
+        for candidate in running:
+            lower = (req.priority - candidate.priority) * -sign
+            if lower <= self.priority_scheduling_preemption_threshold:
+                break
+            victims.append(candidate)
+            resident = candidate.raggedkv
+            short -= self.residents.exclusive_pages(resident)
+            short -= self.residents.future_pages(resident, resident.target)
+            if short <= 0:
+                return victims
+        return []

@@ -1,0 +1,231 @@
+"""SGLang's paged allocator, with logical pages that no longer imply memory.
+
+Logical slots, the prefix tree and ``req_to_token`` work as in stock SGLang. Physical pages follow
+the requests through the hooks in ``patches/``; capacity questions are answered in pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from engine_patches import serving
+from engine_patches.counters import Counters
+from engine_patches.plan import DecodePlan, ExtendPlan, Planner
+from engine_patches.prefix import longest_valid_hit
+from engine_patches.residents import Resident, Residents
+from kvpolicy.residency import peak_pages
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    from engine_patches.pool import RaggedKVPool
+
+
+class RaggedAllocator(PagedTokenToKVPoolAllocator):
+    """Logical pages from SGLang's free list, physical pages from the pool's ledger.
+
+    Attributes: ``residents`` what each running request keeps; ``counters`` what happened so far;
+    ``tree_cache`` the prefix tree, known from the first batch on.
+    """
+
+    def __init__(self, size, page_size, dtype, device, kvcache: RaggedKVPool, need_sort) -> None:
+        served = serving.require()
+        self.ledger = kvcache.ledger
+        self.counters = Counters()
+        self.tree_cache: BasePrefixCache | None = None
+        self.residents = Residents(self.ledger, page_size, cache=True, reclaim=self.reclaim)
+        self.planner = Planner(self.residents)
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        served.allocator = self
+
+    # -- SGLang's allocator interface ----------------------------------------------------------
+
+    def clear(self) -> None:
+        """Free everything, logical and physical."""
+        super().clear()
+        self.ledger.clear()
+        self.residents.running.clear()
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        for ids in page_ids:
+            self.residents.drop(ids.tolist())
+        super()._release_page_ids(*page_ids)
+
+    def check_decode_capacity(
+        self, *, num_tokens, tree_cache, requests=None, spec_algorithm=None
+    ) -> bool:
+        """Whether the next token of each request fits, logically and physically.
+
+        Side effect: evicts cached pages to make room.
+        """
+        if not super().check_decode_capacity(num_tokens=num_tokens, tree_cache=tree_cache):
+            return False
+        self.attach(tree_cache)
+        self.ledger.lift_fence()
+        running = [getattr(req, "raggedkv", None) for req in requests or ()]
+        demand = self.residents.decode_demand(r for r in running if r is not None)
+        if demand > self.ledger.free:
+            self.reclaim(demand - self.ledger.free)
+        return demand <= self.ledger.free
+
+    def max_new_tokens_for_memory(
+        self, input_tokens, max_new_tokens, *, token_capacity, sliding_window_size, chunk_size
+    ) -> int | None:
+        """Longest generation that fits an empty arena; None if the prompt alone does not."""
+        logical = super().max_new_tokens_for_memory(
+            input_tokens,
+            max_new_tokens,
+            token_capacity=token_capacity,
+            sliding_window_size=sliding_window_size,
+            chunk_size=chunk_size,
+        )
+        if self._peak(input_tokens, 1) > self.ledger.capacity:
+            return None
+        low, high = 0, logical
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._peak(input_tokens, middle) <= self.ledger.capacity
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def verify_byte_accounting(self) -> list[str]:
+        """Idle audit: every physical page has exactly one owner and none is pinned."""
+        faults = self.ledger.check_integrity()
+        if self.residents.running or self.ledger.pinned:
+            faults.append(
+                f"idle, but {len(self.residents.running)} requests pin {self.ledger.pinned} pages"
+            )
+        self.counters.audits += 1
+        self.counters.audit_faults += len(faults)
+        return [f"raggedkv: {fault}" for fault in faults]
+
+    # -- physical memory -----------------------------------------------------------------------
+
+    def attach(self, tree_cache: BasePrefixCache) -> None:
+        """Remember the prefix tree. Idempotent."""
+        self.tree_cache = tree_cache
+        self.residents.cache = tree_cache.supports_prefix_sharing()
+
+    def reclaim(self, num_pages: int) -> None:
+        """Free ``num_pages`` of cached pages if there are as many.
+
+        Where some level keeps everything, a cached prefix is worth what its full pages hold: drop
+        least recently used leaves of the prefix tree first, so that pages without a usable window
+        do not pile up. What is still short comes from cached windows.
+        """
+        target = self.ledger.free + num_pages
+        full_units = sum(len(level.units) for level in self.ledger.levels if level.is_full)
+        while full_units and self.ledger.free < target and self.tree_cache is not None:
+            short = -(-(target - self.ledger.free) // full_units)
+            params = EvictParams(num_tokens=short * self.page_size)
+            if not self.tree_cache.evict(params).num_tokens_evicted:
+                break
+        self.ledger.evict(target - self.ledger.free)
+
+    def extend_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> ExtendPlan:
+        """Slide every request of a prefill batch over its chunk.
+
+        Args:
+            batch: after its logical allocation.
+            locations: int64 [tokens], the logical slots of the batch's new tokens.
+
+        Raises:
+            OutOfPages: admission let in more than the arena holds.
+        """
+        self.attach(batch.tree_cache)
+        slots = locations.cpu().numpy()
+        growth, begin = [], 0
+        for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            resident = self.resident_of(req)
+            if resident.length != start:
+                raise RuntimeError(f"{req.rid}: {resident.length} tokens resident, not {start}")
+            mine = slots[begin : begin + count]
+            begin += count
+            skip = -start % self.page_size
+            pages = (mine[skip :: self.page_size] // self.page_size).tolist()
+            growth.append((resident, pages, start + count))
+        self.residents.prepare([(r, len(pages), length) for r, pages, length in growth])
+        history = []
+        for resident, pages, length in growth:
+            history.append(self.planner.history(resident))
+            self.residents.extend(resident, pages, length)
+        self.counters.prefill_batches += 1
+        return self.planner.extend([r for r, _, _ in growth], list(batch.prefix_lens), history)
+
+    def decode_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> DecodePlan:
+        """Slide every request of a decode batch by one token. Arguments as ``extend_batch``."""
+        self.attach(batch.tree_cache)
+        self.ledger.lift_fence()
+        residents = [self.resident_of(req) for req in batch.reqs]
+        crossing = [i for i, r in enumerate(residents) if r.length % self.page_size == 0]
+        fresh = dict.fromkeys(range(len(residents)))
+        if crossing:
+            pages = locations[crossing] // self.page_size
+            fresh.update(zip(crossing, pages.tolist(), strict=True))
+        for i, resident in enumerate(residents):
+            self.residents.decode(resident, fresh[i])
+        self.counters.decode_batches += 1
+        return self.planner.decode(residents)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def resident_of(self, req: Req) -> Resident:
+        """The request's resident pages; starts them on its prefix hit if admission did not."""
+        if getattr(req, "raggedkv", None) is None:
+            self.start(req)
+        return req.raggedkv
+
+    def hit_pages(self, req: Req) -> list[int]:
+        """Logical pages of the request's prefix hit."""
+        if not req.prefix_len:
+            return []
+        slots = self.tree_cache.prefix_device_indices(req)
+        return (slots[:: self.page_size] // self.page_size).tolist()
+
+    def start(self, req: Req) -> Resident:
+        """Hold the request's prefix hit. Sets ``req.raggedkv``."""
+        pages = self.hit_pages(req)
+        if longest_valid_hit(self.ledger, pages, self.page_size) != len(pages):
+            raise RuntimeError(f"{req.rid}: its prefix hit lost pages before it was admitted")
+        req.raggedkv = self.residents.admit(pages, branch=getattr(req, "raggedkv_branch", 0))
+        self.counters.admitted += 1
+        return req.raggedkv
+
+    def note_hit(self, req: Req | None, found: int, valid: int) -> None:
+        """Count a prefix match of ``found`` pages of which ``valid`` are usable.
+
+        Side effect: a shortened hit is remembered on the request, so that its prefill leaves the
+        window of that branch point behind for the next one.
+        """
+        self.counters.prefix_hits += 1
+        if valid < found:
+            self.counters.prefix_hits_shortened += 1
+            self.counters.hit_tokens_given_up += (found - valid) * self.page_size
+        if req is not None:
+            req.raggedkv_branch = found * self.page_size if valid < found else 0
+
+    def follow_tree(self, req: Req, row: torch.Tensor) -> None:
+        """The prefix tree now owns ``row`` [tokens] of the request's slots; move pages there."""
+        pages = (row[:: self.page_size] // self.page_size).tolist()
+        self.residents.replace_pages(req.raggedkv, pages)
+
+    def finish(self, req: Req) -> None:
+        """Let go of everything the request holds."""
+        self.counters.retractions += not req.finished()
+        self.residents.release(req.raggedkv)
+        req.raggedkv = None
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _peak(self, prompt: int, max_new: int) -> int:
+        return peak_pages(self.ledger.levels, max(1, prompt), max_new, self.page_size)
+
+    def pages_of(self, slots: torch.Tensor) -> np.ndarray:
+        """Logical pages of a tree path's slots, int64 [pages]."""
+        return (slots[:: self.page_size] // self.page_size).cpu().numpy()

@@ -1,0 +1,308 @@
+"""Who owns which physical page: one arena shared by every (layer, kv head).
+
+A *level* is a group of units with one window; the units of a level live and die together, so all
+bookkeeping is per (level, logical page) and costs the same for 3 units as for 300. Nothing here
+knows about requests or SGLang.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvpolicy.windows import Level
+
+SINK_PAGE = 0
+"""Physical page that takes writes nobody will read: padding, warm-up, tokens already outside."""
+
+
+class OutOfPages(RuntimeError):
+    """The arena cannot serve an allocation; admission or retraction should have prevented it."""
+
+
+class LedgerError(RuntimeError):
+    """An ownership rule was broken: a bug, never a user's fault."""
+
+
+class PageLedger:
+    """Maps (unit, logical page) to a physical page and counts what is pinned, cached and free.
+
+    Args:
+        levels: the policy's levels; unit ids are those of ``kvpolicy``.
+        num_pages: physical pages, page 0 (the write sink) included.
+        num_logical_pages: largest logical page id + 1.
+        device: where the table and the free stack live. Counts stay on the host, so no method
+            synchronises with the device.
+        on_free: called with the int64 [n] ids of pages nobody owns any more (used to poison them).
+
+    A live page is *pinned* while its hold count is above zero, else *cached*: cached pages of
+    windowed levels sit in an LRU queue and can be evicted; those of a full level go when their
+    logical page is dropped. A *fenced* page is cached but still read by the forward being
+    prepared; a *parked* page is free from the next ``lift_fence`` on.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        num_pages: int,
+        num_logical_pages: int,
+        device: str | torch.device = "cpu",
+        on_free: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self.levels = tuple(levels)
+        self.units = np.array([len(level.units) for level in levels], dtype=np.int64)
+        self.num_pages = num_pages
+        self.num_logical_pages = num_logical_pages
+        self.device = torch.device(device)
+        self._on_free = on_free
+        bounds = np.concatenate([[0], np.cumsum(self.units)])
+        self._rows = [slice(int(a), int(b)) for a, b in pairwise(bounds)]
+        self.table = torch.zeros(
+            (int(bounds[-1]), num_logical_pages), dtype=torch.int32, device=self.device
+        )
+        self._stack = torch.empty(self.capacity, dtype=torch.int32, device=self.device)
+        self.live = np.zeros((len(levels), num_logical_pages), dtype=bool)
+        self.hold = np.zeros((len(levels), num_logical_pages), dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every mapping and hold; all pages become free. Side effect: resets peaks."""
+        self.table.zero_()
+        self._stack.copy_(torch.arange(self.num_pages - 1, 0, -1, dtype=torch.int32))
+        self._num_free = self.capacity
+        self.live[:] = False
+        self.hold[:] = 0
+        self._lru: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._evictable = 0
+        self._fenced: list[tuple[int, int]] = []
+        self._parked: list[torch.Tensor] = []
+        self.parked = 0
+        self.pinned = 0
+        self.peak_pinned = 0
+        self.peak_used = 0
+        self.evicted_pages = 0
+
+    # -- counts, in pages ----------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can hold tokens: all but the write sink."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        """Pages nobody owns."""
+        return self._num_free
+
+    @property
+    def used(self) -> int:
+        """Pages mapped or parked."""
+        return self.capacity - self._num_free
+
+    @property
+    def evictable(self) -> int:
+        """Cached pages in the LRU queue."""
+        return self._evictable
+
+    def held_by_level(self) -> list[int]:
+        """Live pages of each level, over all its units."""
+        return (self.live.sum(axis=1) * self.units).tolist()
+
+    def rows(self, level: int) -> slice:
+        """Rows of ``table`` that belong to ``level``, in the order of ``Level.units``."""
+        return self._rows[level]
+
+    # -- mapping -------------------------------------------------------------------------------
+
+    def bind(self, level: int, logical: Sequence[int]) -> None:
+        """Give each unit of ``level`` a fresh page for every logical page; none is held yet.
+
+        Raises:
+            OutOfPages: too few free pages (nothing is changed).
+            LedgerError: a logical page already is live.
+        """
+        count = int(self.units[level]) * len(logical)
+        if not count:
+            return
+        if count > self._num_free:
+            raise OutOfPages(f"{count} pages needed, {self._num_free} free of {self.capacity}")
+        if self.live[level, logical].any():
+            raise LedgerError(f"level {level}: binding a live page among {list(logical)}")
+        self._num_free -= count
+        ids = self._stack[self._num_free : self._num_free + count]
+        self.table[self._rows[level], self._index(logical)] = ids.view(-1, len(logical))
+        self.live[level, logical] = True
+        self.peak_used = max(self.peak_used, self.used)
+
+    def rebind(self, level: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """Move each unit's page from ``old[i]`` to ``new[i]``: same unit, same bytes in place."""
+        if not len(old):
+            return
+        if not self.live[level, old].all() or self.live[level, new].any():
+            raise LedgerError(f"level {level}: rebinding {list(old)} to {list(new)}")
+        if self.hold[level, old].any():
+            raise LedgerError(f"level {level}: rebinding a held page among {list(old)}")
+        rows, src, dst = self._rows[level], self._index(old), self._index(new)
+        self.table[rows, dst] = self.table[rows, src]
+        self.table[rows, src] = SINK_PAGE
+        self._forget(level, old)
+        self.live[level, old] = False
+        self.live[level, new] = True
+
+    def move(self, level: int, old: int, new: int) -> None:
+        """Let logical page ``new`` take over ``old``'s pages, holds and place in the queue."""
+        holds, self.hold[level, old] = int(self.hold[level, old]), 0
+        self.rebind(level, [old], [new])
+        self.hold[level, new] = holds
+        if not holds and not self.levels[level].is_full:
+            self.retain(level, [new])
+
+    def release_pages(self, level: int, logical: Sequence[int], park: bool = False) -> None:
+        """Unmap pages that nobody holds. ``park`` keeps them from reuse until ``lift_fence``.
+
+        Raises:
+            LedgerError: a page is held or not live.
+        """
+        if not len(logical):
+            return
+        if self.hold[level, logical].any() or not self.live[level, logical].all():
+            raise LedgerError(f"level {level}: releasing held or dead pages {list(logical)}")
+        rows, index = self._rows[level], self._index(logical)
+        ids = self.table[rows, index].reshape(-1)
+        self.table[rows, index] = SINK_PAGE
+        self._forget(level, logical)
+        self.live[level, logical] = False
+        if park:
+            self._parked.append(ids)
+            self.parked += len(ids)
+        else:
+            self._push(ids)
+
+    def drop(self, logical: Sequence[int]) -> None:
+        """A logical page was freed by SGLang: unmap it on every level.
+
+        Raises:
+            LedgerError: some level still holds it.
+        """
+        for level in range(len(self.levels)):
+            mine = [g for g in logical if self.live[level, g]]
+            self.release_pages(level, mine)
+
+    # -- holds ---------------------------------------------------------------------------------
+
+    def acquire(self, level: int, logical: Sequence[int]) -> None:
+        """One more running request needs these live pages."""
+        if not len(logical):
+            return
+        if not self.live[level, logical].all():
+            raise LedgerError(f"level {level}: holding dead pages among {list(logical)}")
+        fresh = [g for g in logical if not self.hold[level, g]]
+        self._forget(level, fresh)
+        self.hold[level, logical] += 1
+        self.pinned += int(self.units[level]) * len(fresh)
+        self.peak_pinned = max(self.peak_pinned, self.pinned)
+
+    def release(self, level: int, logical: Sequence[int]) -> list[int]:
+        """One request fewer; returns the pages that nobody holds now (still live)."""
+        if not len(logical):
+            return []
+        if (self.hold[level, logical] <= 0).any():
+            raise LedgerError(f"level {level}: releasing an unheld page among {list(logical)}")
+        self.hold[level, logical] -= 1
+        loose = [g for g in logical if not self.hold[level, g]]
+        self.pinned -= int(self.units[level]) * len(loose)
+        return loose
+
+    # -- cache ---------------------------------------------------------------------------------
+
+    def retain(self, level: int, logical: Sequence[int], fence: bool = False) -> None:
+        """Keep unheld pages for later hits, most recent last. ``fence``: not evictable yet."""
+        for g in logical:
+            if fence:
+                self._fenced.append((level, g))
+            elif (level, g) not in self._lru:
+                self._lru[level, g] = None
+                self._evictable += int(self.units[level])
+
+    def touch(self, level: int, logical: Sequence[int]) -> None:
+        """Mark cached pages as recently used."""
+        for g in logical:
+            if (level, g) in self._lru:
+                self._lru.move_to_end((level, g))
+
+    def evict(self, num_pages: int) -> int:
+        """Free least recently used cached pages, at least ``num_pages`` if there are as many.
+
+        Returns:
+            pages freed.
+        """
+        freed = 0
+        while freed < num_pages and self._lru:
+            level, g = next(iter(self._lru))
+            self.release_pages(level, [g])
+            freed += int(self.units[level])
+        self.evicted_pages += freed
+        return freed
+
+    def lift_fence(self) -> None:
+        """The forward that read fenced and parked pages is ordered before what comes next."""
+        fenced, self._fenced = self._fenced, []
+        for level, g in fenced:
+            if self.live[level, g] and not self.hold[level, g]:
+                self.retain(level, [g])
+        parked, self._parked = self._parked, []
+        self.parked = 0
+        for ids in parked:
+            self._push(ids)
+
+    # -- audit ---------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """Recount everything from the table. Returns violations, empty when sound.
+
+        Side effect: copies the table and the free stack to the host (synchronises a GPU).
+        """
+        faults = []
+        table = self.table.cpu().numpy()
+        owned = [ids.cpu().numpy() for ids in self._parked]
+        for level, rows in enumerate(self._rows):
+            block = table[rows]
+            if (block[:, self.live[level]] == SINK_PAGE).any():
+                faults.append(f"level {level}: a live page points to the write sink")
+            if (block[:, ~self.live[level]] != SINK_PAGE).any():
+                faults.append(f"level {level}: a dead page still has a mapping")
+            owned.append(block[:, self.live[level]].reshape(-1))
+        owned.append(self._stack[: self._num_free].cpu().numpy())
+        ids = np.sort(np.concatenate(owned))
+        if not np.array_equal(ids, np.arange(1, self.num_pages)):
+            faults.append(f"{self.capacity} pages, but {len(ids)} owners, some missing or doubled")
+        held = self.hold > 0
+        if (held & ~self.live).any():
+            faults.append("a held page is not live")
+        if int((held.sum(axis=1) * self.units).sum()) != self.pinned:
+            faults.append(f"pinned is {self.pinned}, recount differs")
+        queued = sum(int(self.units[level]) for level, _ in self._lru)
+        stray = any(held[k, g] or not self.live[k, g] for k, g in self._lru)
+        if stray or queued != self._evictable:
+            faults.append("the cache queue holds a pinned or dead page")
+        return faults
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _index(self, logical: Sequence[int]) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(logical, dtype=np.int64), device=self.device)
+
+    def _push(self, ids: torch.Tensor) -> None:
+        if self._on_free is not None:
+            self._on_free(ids.long())
+        self._stack[self._num_free : self._num_free + len(ids)] = ids
+        self._num_free += len(ids)
+
+    def _forget(self, level: int, logical: Sequence[int]) -> None:
+        for g in logical:
+            if self._lru.pop((level, g), 0) is None:
+                self._evictable -= int(self.units[level])

@@ -1,0 +1,30 @@
+"""Keeps physical pages with the tokens when the tree swaps a request's slots for its own."""
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from engine_patches import serving
+from engine_patches.patches.patch import Patch
+
+
+def checkpoint_into_tree(original, self, req, *, up_to, **kwargs):
+    served = serving.current()
+    if served is None or self.disable or getattr(req, "raggedkv", None) is None:
+        return original(self, req, up_to=up_to, **kwargs)
+    with served.allocator.residents.drops_deferred():
+        result = original(self, req, up_to=up_to, **kwargs)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        served.allocator.follow_tree(req, row[: req.kv.cache_protected_len])
+    return result
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
+        parameters=("self", "req", "up_to", "kwargs"),
+        hook=checkpoint_into_tree,
+        kind=HookType.AROUND,
+        why="an insert may find the same tokens under other slots and free the request's",
+        how="delays the frees, moves the mappings to the tree's slots, then frees",
+        until="the tree reports which slots an insert replaced",
+    ),
+)

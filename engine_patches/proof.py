@@ -1,0 +1,58 @@
+"""Evidence that a policy is being served, in the units a user can check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_patches.serving import Serving
+from kvpolicy.windows import FULL
+
+
+def proof(served: Serving) -> dict[str, Any]:
+    """State of the served policy as plain JSON values; bytes are of K and V."""
+    pool, allocator = served.pool, served.allocator
+    if pool is None or allocator is None:
+        return {"policy": served.policy_id, "running": False}
+    ledger = allocator.ledger
+    page = pool.layout.page_elements * pool.arena.element_size()
+    held = ledger.held_by_level()
+    return {
+        "policy": served.policy_id,
+        "point": served.resolved.point,
+        "running": True,
+        "units": served.geometry.num_units,
+        "page_size": pool.page_size,
+        "page_bytes": page,
+        "arena_bytes": pool.arena.numel() * pool.arena.element_size(),
+        "pages": {
+            "capacity": ledger.capacity,
+            "free": ledger.free,
+            "pinned": ledger.pinned,
+            "cached": ledger.used - ledger.pinned - ledger.parked,
+            "peak_pinned": ledger.peak_pinned,
+            "peak_used": ledger.peak_used,
+            "evicted": ledger.evicted_pages,
+        },
+        "levels": [
+            {
+                "window": "full" if level.window == FULL else level.window,
+                "sinks": level.sinks,
+                "units": len(level.units),
+                "pages": held[level.index],
+            }
+            for level in served.levels
+        ],
+        "requests": len(allocator.residents.running),
+        "bytes_saved": saved_bytes(served),
+        "counters": {
+            name: getattr(allocator.counters, name) for name in allocator.counters.__struct_fields__
+        },
+    }
+
+
+def saved_bytes(served: Serving) -> int:
+    """Bytes that a dense cache would hold for the running requests, less what they pin."""
+    pool, allocator = served.pool, served.allocator
+    page = pool.layout.page_elements * pool.arena.element_size()
+    dense = {page_id for resident in allocator.residents.running for page_id in resident.pages}
+    return (len(dense) * served.geometry.num_units - allocator.ledger.pinned) * page

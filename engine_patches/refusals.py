@@ -1,0 +1,114 @@
+"""What RaggedKV does not serve yet, and what to change instead.
+
+Checked on the flags as given, in the launching process, before anything is loaded; properties that
+only SGLang can derive are checked again where the pool is built.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_patches.backend_name import BACKEND
+from engine_patches.errors import Refusal
+from engine_patches.serving import PAGE_SIZE
+
+KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp16", "float32", "fp32")
+OWN_BACKENDS = (None, BACKEND)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A flag that is refused while a policy is served: when, and what to do about it."""
+
+    flag: str
+    broken: Callable[[object], bool]
+    remedy: str
+
+
+def _set(value: object) -> bool:
+    return bool(value)
+
+
+def _above_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+REFUSED = (
+    Refused("tp_size", _above_one, "serve on one GPU (--tp-size 1)"),
+    Refused("pp_size", _above_one, "serve without pipeline parallelism (--pp-size 1)"),
+    Refused("dp_size", _above_one, "start one server per replica (--dp-size 1)"),
+    Refused("attn_dp_size", _above_one, "start one server per replica (--attn-dp-size 1)"),
+    Refused("dcp_size", _above_one, "drop decode context parallelism (--dcp-size 1)"),
+    Refused("attn_cp_size", _above_one, "drop context parallelism (--attn-cp-size 1)"),
+    Refused("speculative_algorithm", _set, "drop speculative decoding"),
+    Refused("dllm_algorithm", _set, "drop it: diffusion models are not supported"),
+    Refused(
+        "disaggregation_mode", lambda v: v not in (None, "null"), "serve without disaggregation"
+    ),
+    Refused("enable_hierarchical_cache", _set, "drop it: the host cache copies dense pages"),
+    Refused("enable_lmcache", _set, "drop it: it copies dense pages"),
+    Refused("enable_flexkv", _set, "drop it: it copies dense pages"),
+    Refused("enable_hisparse", _set, "drop it: it has a KV pool of its own"),
+    Refused("enable_unified_memory", _set, "drop it: it has a KV pool of its own"),
+    Refused("enable_unified_cache_external_linker", _set, "drop it: it copies dense pages"),
+    Refused("enable_page_major_kv_layout", _set, "drop it: it has a KV layout of its own"),
+    Refused("enable_kv_cache_sharding", _set, "drop it: it has a KV layout of its own"),
+    Refused("radix_cache_backend", _set, "use SGLang's default radix cache"),
+    Refused("kv_canary", lambda v: v not in (None, "none"), "drop it: it reads dense pages"),
+    Refused("enable_mixed_chunk", _set, "drop it: a batch either prefills or decodes"),
+    Refused("enable_streaming_session", _set, "use ordinary requests, the radix cache still hits"),
+    Refused("enable_session_radix_cache", _set, "use ordinary requests"),
+    Refused("enable_pdmux", _set, "drop it"),
+    Refused("enable_two_batch_overlap", _set, "drop it"),
+    Refused("prefill_only_disable_kv_cache", _set, "drop it: there would be no cache to shrink"),
+    Refused("encoder_only", _set, "drop it: an encoder has no KV cache"),
+    Refused("use_ray", _set, "start the server without Ray"),
+    Refused(
+        "kv_cache_dtype", lambda v: v not in (None, *KV_DTYPES), "use auto, bf16, fp16 or fp32"
+    ),
+    Refused("page_size", lambda v: v not in (None, PAGE_SIZE), f"use --page-size {PAGE_SIZE}"),
+    Refused("attention_backend", lambda v: v not in OWN_BACKENDS, f"drop it, or {BACKEND}"),
+    Refused("prefill_attention_backend", lambda v: v not in OWN_BACKENDS, "drop it"),
+    Refused("decode_attention_backend", lambda v: v not in OWN_BACKENDS, "drop it"),
+)
+
+
+def check_flags(args: Namespace) -> None:
+    """Refuse flags that a policy cannot be served with.
+
+    Raises:
+        Refusal: naming the first such flag, its value and the remedy.
+    """
+    for rule in REFUSED:
+        value = getattr(args, rule.flag, None)
+        if rule.broken(value):
+            flag = "--" + rule.flag.replace("_", "-")
+            given = flag if value is True else f"{flag} {value}"
+            raise Refusal(f"{given} does not work with --kv-policy; {rule.remedy}")
+
+
+def check_configurator(configurator) -> None:
+    """Refuse models whose cache SGLang would not build as plain per-head K and V.
+
+    Args:
+        configurator: SGLang's KVCacheConfigurator.
+
+    Raises:
+        Refusal: naming the property.
+    """
+    config = configurator.model_config
+    if configurator.use_mla_backend:
+        raise Refusal("this model has latent attention (MLA): there are no KV heads to keep apart")
+    if configurator.mambaish_config is not None:
+        raise Refusal("this model has recurrent layers: hybrids are not supported yet")
+    if configurator.is_hybrid_swa:
+        raise Refusal(
+            "SGLang would split this model's cache by sliding window; "
+            "add --disable-hybrid-swa-memory, RaggedKV stores local layers by their window itself"
+        )
+    if config.is_encoder_decoder:
+        raise Refusal("this is an encoder-decoder model: not supported")
+    if configurator.kv_cache_dtype.itemsize < 2:
+        raise Refusal(f"KV dtype {configurator.kv_cache_dtype} is not supported; use bf16 or fp16")

@@ -1,0 +1,383 @@
+"""What each running request keeps resident, and how that changes as it grows.
+
+A request of length s holds, on each level, its sink pages and the window pages
+``[floor(max(0, s - w - P) / P), ceil(s / P))`` (design section 3). Growing it slides those ranges:
+new pages are bound, pages that fall out are rebound in place, cached for later hits, or freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine_patches.ledger import OutOfPages, PageLedger
+from engine_patches.prefix import first_read_page, sink_pages
+from kvpolicy.residency import first_window_page, held_pages, peak_length
+from kvpolicy.windows import Level
+
+
+@dataclass(eq=False)
+class Resident:
+    """One request's resident pages.
+
+    Fields: ``pages`` are its logical pages in order; ``length`` its allocated tokens; ``first[k]``
+    the first window page held on level k; ``hit_pages`` how many leading pages came from the
+    prefix cache; ``checkpoints`` the lengths at which a later request may hit, in tokens;
+    ``branch`` a length at which an earlier hit had to be shortened (0: none); ``target`` the
+    length that admission reserved for.
+    """
+
+    pages: list[int]
+    length: int
+    first: list[int]
+    hit_pages: int = 0
+    checkpoints: list[int] = field(default_factory=list)
+    branch: int = 0
+    target: int = 0
+
+
+@dataclass
+class Slide:
+    """How one level of one request moves: page indices within the request, not page ids."""
+
+    level: int
+    dying: list[int]
+    needed: list[int]
+    branch: list[int]
+
+
+class Residents:
+    """Applies the windows of a policy to running requests over a ``PageLedger``.
+
+    Args:
+        ledger: page ownership.
+        page_size: tokens a page, P.
+        cache: whether pages that fall out of a window may serve later prefix hits (radix cache on).
+        reclaim: called with a number of pages when the ledger is short; frees what it can from
+            the prefix tree and the queue of cached pages.
+    """
+
+    def __init__(
+        self,
+        ledger: PageLedger,
+        page_size: int,
+        cache: bool,
+        reclaim: Callable[[int], None],
+    ) -> None:
+        self.ledger = ledger
+        self.page_size = page_size
+        self.cache = cache
+        self._reclaim = reclaim
+        self._sinks = [sink_pages(level, page_size) for level in ledger.levels]
+        self.running: set[Resident] = set()
+        self._pending_drops: list[int] = []
+        self._deferrals = 0
+        self._to_spend = 0
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return self.ledger.levels
+
+    # -- ranges --------------------------------------------------------------------------------
+
+    def held(self, resident: Resident, level: int) -> list[int]:
+        """Page indices the request holds on ``level``: sinks, then window."""
+        count = len(resident.pages)
+        sinks = min(self._sinks[level], count)
+        return [*range(sinks), *range(max(resident.first[level], sinks), count)]
+
+    def ids(self, resident: Resident, indices: Iterable[int]) -> list[int]:
+        """Logical page ids of page indices."""
+        return [resident.pages[i] for i in indices]
+
+    def reads(self, level: int, position: int) -> tuple[int, int]:
+        """(sink pages below the window, first window page) read by the query at ``position``."""
+        first = first_read_page(self.levels[level], position, self.page_size)
+        return min(self._sinks[level], first), first
+
+    # -- life of a request ---------------------------------------------------------------------
+
+    def admit(self, pages: Sequence[int], branch: int = 0) -> Resident:
+        """Start a request on a valid prefix hit of ``len(pages)`` whole pages, and hold it.
+
+        Side effects: holds the sinks and windows of the hit on every level.
+        """
+        hit = list(pages)
+        resident = Resident(
+            hit, len(hit) * self.page_size, [0] * len(self.levels), len(hit), branch=branch
+        )
+        for k, level in enumerate(self.levels):
+            resident.first[k] = self._first_live(k, level, resident)
+            self.ledger.acquire(k, self.ids(resident, self.held(resident, k)))
+        self.running.add(resident)
+        return resident
+
+    def prepare(self, growth: Sequence[tuple[Resident, int, int]]) -> None:
+        """Make room for one prefill batch before any of its ``extend`` calls.
+
+        Args:
+            growth: (request, its new logical pages, its new length) for the whole batch.
+
+        Side effects: lifts the fence of the previous forward; may reclaim cached pages. Fixes how
+        many pages this batch may spend on caching windows that fall out of use.
+        """
+        self.ledger.lift_fence()
+        must = wish = 0
+        for resident, num_new, length in growth:
+            for k in range(len(self.levels)):
+                count = len(resident.pages)
+                slide = self._slide(k, resident, count, length, count + num_new)
+                units = int(self.ledger.units[k])
+                gone = [i for i in slide.dying if self._last_holder(k, resident, i)]
+                kept = sum(self._worth_keeping(k, resident, i) for i in gone)
+                must += units * max(0, len(slide.needed) - len(gone))
+                wish += units * max(0, len(slide.needed) - len(gone) + kept)
+        if wish > self.ledger.free:
+            self._reclaim(wish - self.ledger.free)
+        self._to_spend = self.ledger.free + self.ledger.evictable - must
+
+    def extend(self, resident: Resident, new_pages: Sequence[int], length: int) -> None:
+        """Grow by a prefill chunk to ``length`` tokens; ``new_pages`` are its new logical pages.
+
+        Pages that the chunk's queries still read are rebound only to the same unit, or stay out
+        of reach until the next ``lift_fence``.
+
+        Preconditions: ``prepare`` was called for the batch.
+
+        Raises:
+            OutOfPages: the arena is too small for the tail that stays resident.
+        """
+        old_count = len(resident.pages)
+        resident.pages.extend(new_pages)
+        for k in range(len(self.levels)):
+            slide = self._slide(k, resident, old_count, length, len(resident.pages))
+            self._extend_level(resident, slide)
+            resident.first[k] = max(resident.first[k], self._window_first(k, length))
+        resident.length = length
+        if self.cache:
+            resident.checkpoints.append(length)
+
+    def decode(self, resident: Resident, new_page: int | None) -> None:
+        """Grow by one token; ``new_page`` is its logical page if it starts one.
+
+        Raises:
+            OutOfPages: no page for the new token.
+        """
+        resident.length += 1
+        if new_page is None:
+            return
+        old_count = len(resident.pages)
+        resident.pages.append(new_page)
+        for k in range(len(self.levels)):
+            slide = self._slide(k, resident, old_count, resident.length, old_count + 1)
+            self._let_go(resident, slide.level, slide.dying)
+            self._bind(k, self.ids(resident, slide.needed))
+            resident.first[k] = max(resident.first[k], self._window_first(k, resident.length))
+
+    def release(self, resident: Resident) -> None:
+        """End a request: nothing is held any more. Pages still in the prefix tree stay cached."""
+        for k in range(len(self.levels)):
+            loose = self.ledger.release(k, self.ids(resident, self.held(resident, k)))
+            if not self.levels[k].is_full:
+                self.ledger.retain(k, loose)
+        self.running.discard(resident)
+
+    def replace_pages(self, resident: Resident, pages: Sequence[int]) -> None:
+        """The prefix tree now keeps ``pages`` for the request's leading tokens.
+
+        Where the tree already had the same tokens under another logical page, the request's
+        physical pages move there, or are given up if the tree's copy is live.
+        """
+        for i, tree_page in enumerate(pages):
+            own = resident.pages[i]
+            if own == tree_page:
+                continue
+            for k in range(len(self.levels)):
+                self._adopt(k, own, tree_page, held=self._holds(resident, k, i))
+            resident.pages[i] = tree_page
+
+    @contextmanager
+    def drops_deferred(self) -> Iterator[None]:
+        """Unmap what SGLang frees inside the block only at its end (outermost block wins)."""
+        self._deferrals += 1
+        try:
+            yield
+        finally:
+            self._deferrals -= 1
+            if not self._deferrals:
+                pending, self._pending_drops = self._pending_drops, []
+                self.ledger.drop(pending)
+
+    def drop(self, logical: Sequence[int]) -> None:
+        """SGLang freed these logical pages."""
+        if self._deferrals:
+            self._pending_drops.extend(logical)
+        else:
+            self.ledger.drop(logical)
+
+    # -- capacity ------------------------------------------------------------------------------
+
+    def available(self) -> int:
+        """Pages that are free, or will be once fences lift and cached pages are evicted."""
+        return self.ledger.capacity - self.ledger.pinned
+
+    def future_pages(self, resident: Resident, target: int) -> int:
+        """Pages the request may still need to reach ``target`` tokens, beyond what it pins.
+
+        Pages shared with other requests stay with them when a window slides on, so only pages
+        that this request alone holds count as reusable.
+        """
+        total = 0
+        top = peak_length(max(target, resident.length), self.page_size)
+        for k, level in enumerate(self.levels):
+            peak = held_pages(level, top, self.page_size)
+            mine = self.held(resident, k)
+            if not level.is_full:
+                holds = self.ledger.hold[k, self.ids(resident, mine)]
+                reusable = int((holds == 1).sum())
+            else:
+                reusable = len(mine)
+            total += int(self.ledger.units[k]) * max(0, peak - reusable)
+        return total
+
+    def exclusive_pages(self, resident: Resident) -> int:
+        """Pages that only this request pins."""
+        total = 0
+        for k in range(len(self.levels)):
+            holds = self.ledger.hold[k, self.ids(resident, self.held(resident, k))]
+            total += int(self.ledger.units[k]) * int((holds == 1).sum())
+        return total
+
+    def prefix_cost(self, pages: Sequence[int], target: int) -> int:
+        """Pages a new request with this valid hit would pin by the time it reaches ``target``."""
+        total = 0
+        length = len(pages) * self.page_size
+        top = peak_length(max(target, length), self.page_size)
+        for k, level in enumerate(self.levels):
+            peak = held_pages(level, top, self.page_size)
+            if level.is_full and len(pages):
+                peak -= int((self.ledger.hold[k, np.asarray(pages)] > 0).sum())
+            total += int(self.ledger.units[k]) * peak
+        return total
+
+    def decode_demand(self, residents: Iterable[Resident]) -> int:
+        """Pages that one more token for each request takes, net of what it lets go."""
+        total = 0
+        for resident in residents:
+            if resident.length % self.page_size:
+                continue
+            count = len(resident.pages)
+            for k in range(len(self.levels)):
+                slide = self._slide(k, resident, count, resident.length + 1, count + 1)
+                holds = self.ledger.hold[k, self.ids(resident, slide.dying)]
+                net = len(slide.needed) - int((holds == 1).sum())
+                total += int(self.ledger.units[k]) * net
+        return total
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _window_first(self, k: int, length: int) -> int:
+        return first_window_page(self.levels[k], length, self.page_size)
+
+    def _first_live(self, k: int, level: Level, resident: Resident) -> int:
+        """Start of the hit's held window: the slack page only if it is still live."""
+        first = first_read_page(level, resident.length, self.page_size)
+        while (
+            first > self._window_first(k, resident.length)
+            and self.ledger.live[k, resident.pages[first - 1]]
+        ):
+            first -= 1
+        return min(first, len(resident.pages))
+
+    def _slide(self, k: int, resident: Resident, old: int, length: int, count: int) -> Slide:
+        """How level k moves when the request grows from ``old`` to ``count`` pages."""
+        sinks, first = self._sinks[k], self._window_first(k, length)
+        dying = range(max(resident.first[k], sinks), min(old, first))
+        needed = [i for i in range(old, count) if i < sinks or i >= first]
+        branch: list[int] = []
+        at = resident.branch
+        if self.cache and not self.levels[k].is_full and old * self.page_size < at <= length:
+            start = max(old, self._window_first(k, at))
+            branch = [i for i in range(start, at // self.page_size) if sinks <= i < first]
+        return Slide(k, list(dying), needed, branch)
+
+    def _last_holder(self, k: int, resident: Resident, index: int) -> bool:
+        return self.ledger.hold[k, resident.pages[index]] == 1
+
+    def _extend_level(self, resident: Resident, slide: Slide) -> None:
+        k, ledger = slide.level, self.ledger
+        needed = self.ids(resident, slide.needed)
+        loose = set(ledger.release(k, self.ids(resident, slide.dying)))
+        keep, spare = [], []
+        for i in slide.dying:
+            page = resident.pages[i]
+            if page in loose:
+                (keep if self._worth_keeping(k, resident, i) else spare).append(page)
+        cost = int(ledger.units[k]) * min(len(keep), max(0, len(needed) - len(spare)))
+        if cost > self._to_spend:
+            keep, spare = [], keep + spare
+        else:
+            self._to_spend -= cost
+        taken = min(len(spare), len(needed))
+        ledger.rebind(k, spare[:taken], needed[:taken])
+        ledger.acquire(k, needed[:taken])
+        ledger.release_pages(k, spare[taken:], park=True)
+        self._bind(k, needed[taken:])
+        ledger.retain(k, keep, fence=True)
+        self._keep_branch(k, self.ids(resident, slide.branch))
+
+    def _bind(self, k: int, logical: list[int]) -> None:
+        short = len(logical) * int(self.ledger.units[k]) - self.ledger.free
+        if short > 0:
+            self._reclaim(short)
+        self.ledger.bind(k, logical)
+        self.ledger.acquire(k, logical)
+
+    def _keep_branch(self, k: int, logical: list[int]) -> None:
+        """Write the window of a branch point too, if that costs nobody a page."""
+        cost = len(logical) * int(self.ledger.units[k])
+        if cost <= min(self._to_spend, self.ledger.free):
+            self._to_spend -= cost
+            self.ledger.bind(k, logical)
+            self.ledger.retain(k, logical, fence=True)
+
+    def _let_go(self, resident: Resident, k: int, dying: list[int]) -> None:
+        loose = set(self.ledger.release(k, self.ids(resident, dying)))
+        for i in dying:
+            page = resident.pages[i]
+            if page not in loose:
+                continue
+            if self._worth_keeping(k, resident, i):
+                self.ledger.retain(k, [page])
+            else:
+                self.ledger.release_pages(k, [page])
+
+    def _worth_keeping(self, k: int, resident: Resident, index: int) -> bool:
+        """Whether a page that left the window belongs to a window some later hit may need."""
+        if not self.cache:
+            return False
+        if index < resident.hit_pages:
+            return True
+        size = self.page_size
+        return any(
+            self._window_first(k, c) <= index < -(-c // size)
+            for c in (*resident.checkpoints, resident.branch)
+        )
+
+    def _holds(self, resident: Resident, k: int, index: int) -> bool:
+        return index < self._sinks[k] or index >= resident.first[k]
+
+    def _adopt(self, k: int, own: int, tree_page: int, held: bool) -> None:
+        ledger = self.ledger
+        if not ledger.live[k, own]:
+            if held:
+                raise OutOfPages(f"level {k}: page {own} is held but not live")
+            return
+        if not ledger.live[k, tree_page]:
+            ledger.move(k, own, tree_page)
+        elif held:
+            ledger.release(k, [own])
+            ledger.acquire(k, [tree_page])

@@ -1,0 +1,154 @@
+"""What this process was asked to serve with, and what it built for it.
+
+The launching process parses the flags, checks them and hands a ``ServeRequest`` to its child
+processes through the environment; each process then has at most one ``Serving``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine_patches.errors import Refusal
+from kvpolicy.errors import KvPolicyError
+from kvpolicy.geometry import read_geometry
+from kvpolicy.store import ResolvedPolicy, resolve
+from kvpolicy.windows import Level
+
+if TYPE_CHECKING:
+    from engine_patches.allocator import RaggedAllocator
+    from engine_patches.plan import DecodePlan, ExtendPlan
+    from engine_patches.pool import RaggedKVPool
+
+REQUEST_VARIABLE = "RAGGEDKV_SERVE"
+"""JSON of a ServeRequest. Set by the launching process, read by the processes it starts."""
+
+POISON_VARIABLE = "RAGGEDKV_POISON_FREED_PAGES"
+"""Set to 1 to fill freed pages with NaN: a page that is read after its end shows at once."""
+
+PAGE_SIZE = 16
+
+
+class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checked request to serve with a policy.
+
+    Fields: ``model`` folder with config.json; ``policy`` as given or an absolute artifact folder;
+    ``arena_bytes`` of the K and V arena, or None for SGLang's own memory budget.
+    """
+
+    model: str
+    policy: str
+    arena_bytes: int | None = None
+
+
+class Serving:
+    """One process's view of the policy being served.
+
+    Args:
+        request: what was asked for.
+
+    Raises:
+        Refusal: the policy is missing, damaged or made for another model.
+    """
+
+    def __init__(self, request: ServeRequest) -> None:
+        self.request = request
+        try:
+            geometry = read_geometry(request.model)
+            self.resolved: ResolvedPolicy = resolve(request.policy, geometry)
+        except KvPolicyError as error:
+            raise Refusal(str(error)) from error
+        self.policy = self.resolved.policy
+        self.geometry = geometry
+        self.pool: RaggedKVPool | None = None
+        self.allocator: RaggedAllocator | None = None
+        self.arena_bytes: int | None = request.arena_bytes
+        self.plan: ExtendPlan | DecodePlan | None = None  # of the forward now running
+
+    @property
+    def policy_id(self) -> str:
+        """``name@version``, or the built-in kind's name."""
+        return self.resolved.policy_id
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Levels of the served policy."""
+        return self.policy.levels()
+
+    def use_kv_dtype(self, itemsize: int) -> None:
+        """Take over the KV element size in bytes that SGLang settled on."""
+        self.geometry = self.geometry.with_kv_dtype_bytes(itemsize)
+
+    def pool_class(self) -> type[Any]:
+        """The pool SGLang must build in this process."""
+        from engine_patches.pool import RaggedKVPool
+
+        return RaggedKVPool
+
+    def allocator_class(self) -> type[Any]:
+        """The paged allocator SGLang must build in this process."""
+        from engine_patches.allocator import RaggedAllocator
+
+        return RaggedAllocator
+
+
+_current: Serving | None = None
+
+
+def current() -> Serving | None:
+    """The policy being served by this process, or None."""
+    return _current
+
+
+def require() -> Serving:
+    """The policy being served; raises RuntimeError if there is none."""
+    if _current is None:
+        raise RuntimeError("no KV policy is being served by this process")
+    return _current
+
+
+def start(request: ServeRequest) -> Serving:
+    """Load the policy and make it this process's. Raises Refusal."""
+    global _current
+    _current = Serving(request)
+    return _current
+
+
+def hand_down(request: ServeRequest | None) -> None:
+    """Set (or clear) what child processes will serve with. Changes ``os.environ``."""
+    if request is None:
+        os.environ.pop(REQUEST_VARIABLE, None)
+    else:
+        os.environ[REQUEST_VARIABLE] = msgspec.json.encode(request).decode()
+
+
+def inherited() -> ServeRequest | None:
+    """What the launching process asked this one to serve with. Raises Refusal if unreadable."""
+    text = os.environ.get(REQUEST_VARIABLE)
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text, type=ServeRequest)
+    except msgspec.DecodeError as error:
+        raise Refusal(f"${REQUEST_VARIABLE} is not a serve request: {error}") from error
+
+
+def model_folder(model_path: str) -> str:
+    """A local folder with the model's config.json, fetched from the hub cache if need be.
+
+    Raises:
+        Refusal: there is no such folder and no such hub model.
+    """
+    if (Path(model_path) / "config.json").is_file():
+        return str(Path(model_path).resolve())
+    if Path(model_path).exists():
+        raise Refusal(f"--model-path {model_path}: no config.json in it, needed to read its layers")
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return str(Path(hf_hub_download(model_path, "config.json")).parent)
+    except Exception as error:
+        raise Refusal(f"--model-path {model_path}: config.json could not be read") from error

@@ -1,0 +1,1 @@
+"""Masked-free ragged attention over pages that belong to one KV head each."""

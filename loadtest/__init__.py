@@ -1,0 +1,1 @@
+"""Load tests and demo models for RaggedKV servers (``python -m loadtest --help``)."""

@@ -1,0 +1,93 @@
+"""Fixtures shared by all tests: thread limits, demo models, tokenizers, live servers."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: a test's reference and its servers share a few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.harness.server import Server
+
+TEST_TIMEOUT = 300  # seconds
+SLOW_TIMEOUT = 1500
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test has a timeout that ends its servers, unless it names its own."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            slow = item.get_closest_marker("slow") is not None
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT if slow else TEST_TIMEOUT))
+
+
+def _model(name: str) -> Path:
+    """Folder of a demo model, fetched on first use. A failure fails the tests, with its output."""
+    fetch = subprocess.run(
+        [sys.executable, "-m", "loadtest", "model", name], capture_output=True, text=True,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    if fetch.returncode != 0:
+        pytest.fail(f"python -m loadtest model {name}: {fetch.stderr.strip()}", pytrace=False)
+    return Path(fetch.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct: 30 global layers, 9 query and 3 KV heads."""
+    return _model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma-3-270m: 15 local layers (window 512) and 3 global, 4 query heads and 1 KV head."""
+    return _model("gemma-3-270m")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Callable:
+    """``tokenizer(model_dir)``: its tokenizer, loaded once."""
+    from functools import cache
+
+    from transformers import AutoTokenizer
+
+    return cache(AutoTokenizer.from_pretrained)
+
+
+@pytest.fixture(scope="module")
+def server_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """``server_factory(model_dir, *flags, env=None)``: a healthy Server of those flags.
+
+    Servers live until the module's tests end, because starting one costs half a minute; one
+    that died is started again. The prefix cache of a reused server is emptied.
+    """
+    from tests.harness.server import Server
+
+    alive: dict[tuple, Server] = {}
+    logs = tmp_path_factory.mktemp("servers")
+
+    with ExitStack() as stack:
+
+        def start(model_dir: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+            key = (model_dir, flags, tuple(sorted((env or {}).items())))
+            if key in alive and alive[key].returncode is None:
+                alive[key].flush_cache()
+                return alive[key]
+            log = logs / f"{len(list(logs.iterdir()))}.log"
+            server = Server(model_dir, *flags, env=env, log=log)
+            alive[key] = stack.enter_context(server)
+            return server
+
+        yield start

@@ -1,0 +1,1 @@
+"""Test helpers: a masked Hugging Face reference, a served engine, and natural prompts."""

@@ -1,0 +1,21 @@
+"""The tiny packaged model, and a cache and package index that belong to one test."""
+
+import pytest
+
+from loadtest import model_specs
+from tests.loadtest import fake_model
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory) -> fake_model.FakeModel:
+    return fake_model.pack(tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture
+def tiny(packed, tmp_path, monkeypatch) -> fake_model.FakeModel:
+    """The packed model as the demo model ``tiny``: pip sees its wheels only."""
+    monkeypatch.setenv("RAGGEDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(packed.links))
+    monkeypatch.setitem(model_specs.SPECS, fake_model.NAME, packed.spec)
+    return packed
