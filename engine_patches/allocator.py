@@ -6,6 +6,7 @@ the requests through the hooks in ``patches/``; capacity questions are answered 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +16,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from engine_patches import serving
 from engine_patches.counters import Counters
+from engine_patches.metrics import Metrics
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.residents import Resident, Residents
+from engine_patches.startup import startup_table
 from kvpolicy.residency import peak_pages
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
     from engine_patches.pool import RaggedKVPool
+
+
+logger = logging.getLogger(__name__)
 
 
 class RaggedAllocator(PagedTokenToKVPoolAllocator):
@@ -43,6 +49,8 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         self.planner = Planner(self.residents)
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         served.allocator = self
+        self.metrics = Metrics(served)
+        logger.info("%s", startup_table(served, size))
 
     # -- SGLang's allocator interface ----------------------------------------------------------
 
@@ -103,6 +111,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             )
         self.counters.audits += 1
         self.counters.audit_faults += len(faults)
+        self.metrics.publish(idle=False)
         return [f"raggedkv: {fault}" for fault in faults]
 
     # -- physical memory -----------------------------------------------------------------------
@@ -156,6 +165,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             history.append(self.planner.history(resident))
             self.residents.extend(resident, pages, length)
         self.counters.prefill_batches += 1
+        self.metrics.publish(idle=False)
         return self.planner.extend([r for r, _, _ in growth], list(batch.prefix_lens), history)
 
     def decode_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> DecodePlan:
@@ -171,6 +181,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         for i, resident in enumerate(residents):
             self.residents.decode(resident, fresh[i])
         self.counters.decode_batches += 1
+        self.metrics.publish(idle=False)
         return self.planner.decode(residents)
 
     # -- requests ------------------------------------------------------------------------------

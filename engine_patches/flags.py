@@ -7,7 +7,7 @@ import argparse
 from engine_patches import register, serving
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal, exit_refused
-from engine_patches.refusals import check_flags
+from engine_patches.refusals import check_flags, check_geometry
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.plan import parse_bytes
 from kvpolicy.store import BUILT_IN
@@ -42,7 +42,7 @@ def take_flags(args: argparse.Namespace) -> None:
     try:
         request = _request(args)
         check_flags(args)
-        serving.start(request)
+        check_geometry(serving.start(request).geometry)
         register.install_engine()
     except Refusal as refusal:
         exit_refused(refusal)
@@ -60,7 +60,7 @@ def _request(args: argparse.Namespace) -> serving.ServeRequest:
     except KvPolicyError as error:
         raise Refusal(f"--kv-arena-bytes: {error}") from error
     return serving.ServeRequest(
-        model=serving.model_folder(args.model_path),
+        model=serving.model_folder(args.model_path, args.revision),
         policy=_absolute(args.kv_policy),
         arena_bytes=size,
     )

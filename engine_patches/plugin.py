@@ -22,10 +22,12 @@ def _register() -> None:
     from engine_patches import serving
     from engine_patches.backend_name import BACKEND
 
+    if not _is_child():
+        serving.hand_down(None)  # the user's environment has no say: only the flags do
     request = serving.inherited()
     patch_register.install_cli()
     _offer_backend(BACKEND)
-    if request is not None and _is_child():
+    if request is not None:
         serving.start(request)
         patch_register.install_engine()
 

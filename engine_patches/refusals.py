@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal
-from engine_patches.serving import PAGE_SIZE
+from engine_patches.serving import PAGE_SIZE, Serving
+from kvpolicy.geometry import ModelGeometry
 
-KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "fp16", "float32", "fp32")
+KV_DTYPES = ("auto", "bf16", "bfloat16")
 OWN_BACKENDS = (None, BACKEND)
 
 
@@ -40,14 +41,18 @@ REFUSED = (
     Refused("pp_size", _above_one, "serve without pipeline parallelism (--pp-size 1)"),
     Refused("dp_size", _above_one, "start one server per replica (--dp-size 1)"),
     Refused("attn_dp_size", _above_one, "start one server per replica (--attn-dp-size 1)"),
+    Refused("nnodes", _above_one, "serve on one machine (--nnodes 1)"),
     Refused("dcp_size", _above_one, "drop decode context parallelism (--dcp-size 1)"),
     Refused("attn_cp_size", _above_one, "drop context parallelism (--attn-cp-size 1)"),
+    Refused("enable_prefill_cp", _set, "drop it: context parallelism is not supported"),
     Refused("speculative_algorithm", _set, "drop speculative decoding"),
+    Refused("decoupled_spec_role", lambda v: v not in (None, "null"), "drop speculative decoding"),
     Refused("dllm_algorithm", _set, "drop it: diffusion models are not supported"),
     Refused(
         "disaggregation_mode", lambda v: v not in (None, "null"), "serve without disaggregation"
     ),
     Refused("enable_hierarchical_cache", _set, "drop it: the host cache copies dense pages"),
+    Refused("hicache_storage_backend", _set, "drop it: it stores dense pages"),
     Refused("enable_lmcache", _set, "drop it: it copies dense pages"),
     Refused("enable_flexkv", _set, "drop it: it copies dense pages"),
     Refused("enable_hisparse", _set, "drop it: it has a KV pool of its own"),
@@ -60,14 +65,13 @@ REFUSED = (
     Refused("enable_mixed_chunk", _set, "drop it: a batch either prefills or decodes"),
     Refused("enable_streaming_session", _set, "use ordinary requests, the radix cache still hits"),
     Refused("enable_session_radix_cache", _set, "use ordinary requests"),
+    Refused("enable_mis", _set, "score one item per request: items hide from each other by a mask"),
     Refused("enable_pdmux", _set, "drop it"),
     Refused("enable_two_batch_overlap", _set, "drop it"),
     Refused("prefill_only_disable_kv_cache", _set, "drop it: there would be no cache to shrink"),
     Refused("encoder_only", _set, "drop it: an encoder has no KV cache"),
     Refused("use_ray", _set, "start the server without Ray"),
-    Refused(
-        "kv_cache_dtype", lambda v: v not in (None, *KV_DTYPES), "use auto, bf16, fp16 or fp32"
-    ),
+    Refused("kv_cache_dtype", lambda v: v not in (None, *KV_DTYPES), "use auto or bf16"),
     Refused("page_size", lambda v: v not in (None, PAGE_SIZE), f"use --page-size {PAGE_SIZE}"),
     Refused("attention_backend", lambda v: v not in OWN_BACKENDS, f"drop it, or {BACKEND}"),
     Refused("prefill_attention_backend", lambda v: v not in OWN_BACKENDS, "drop it"),
@@ -87,6 +91,35 @@ def check_flags(args: Namespace) -> None:
             flag = "--" + rule.flag.replace("_", "-")
             given = flag if value is True else f"{flag} {value}"
             raise Refusal(f"{given} does not work with --kv-policy; {rule.remedy}")
+
+
+def check_geometry(geometry: ModelGeometry) -> None:
+    """Refuse models that a policy can be made for but this engine does not serve yet.
+
+    Raises:
+        Refusal: naming the property.
+    """
+    if len(geometry.attention_layers) != len(geometry.layers):
+        raise Refusal(
+            f"{geometry.architecture} has recurrent layers: hybrids are not supported yet; "
+            "serve it without --kv-policy"
+        )
+
+
+def check_arena(served: Serving) -> None:
+    """Refuse an arena that cannot hold a page of every kv head beside the write sink.
+
+    Raises:
+        Refusal: naming the arena's bytes and what is needed.
+    """
+    page = served.geometry.page_bytes(PAGE_SIZE)
+    least = (served.geometry.num_units + 2) * page
+    if (served.arena_bytes or 0) < least:
+        raise Refusal(
+            f"an arena of {served.arena_bytes} bytes is too small for {served.geometry.num_units} "
+            f"kv heads and pages of {page} bytes; raise --kv-arena-bytes or "
+            f"--mem-fraction-static, to {least} bytes at least"
+        )
 
 
 def check_configurator(configurator) -> None:

@@ -68,8 +68,13 @@ def install_engine() -> None:
 def check_installed() -> None:
     """Refuse to go on if a patch is not in place. Raises Refusal."""
     for patch in patches.ENGINE:
-        if patch.target not in HookRegistry._patched or not _wraps(patch):
+        if not is_installed(patch):
             raise Refusal(f"the patch of SGLang's {patch.target} did not take; see the log above")
+
+
+def is_installed(patch: Patch) -> bool:
+    """Whether SGLang's function now calls our hook."""
+    return patch.target in HookRegistry._patched and _wraps(patch)
 
 
 def _wraps(patch: Patch) -> bool:

@@ -136,7 +136,7 @@ def inherited() -> ServeRequest | None:
         raise Refusal(f"${REQUEST_VARIABLE} is not a serve request: {error}") from error
 
 
-def model_folder(model_path: str) -> str:
+def model_folder(model_path: str, revision: str | None = None) -> str:
     """A local folder with the model's config.json, fetched from the hub cache if need be.
 
     Raises:
@@ -149,6 +149,6 @@ def model_folder(model_path: str) -> str:
     try:
         from huggingface_hub import hf_hub_download
 
-        return str(Path(hf_hub_download(model_path, "config.json")).parent)
+        return str(Path(hf_hub_download(model_path, "config.json", revision=revision)).parent)
     except Exception as error:
         raise Refusal(f"--model-path {model_path}: config.json could not be read") from error

@@ -3,6 +3,7 @@
 Side effects of everything here stay inside the work folder that the caller owns.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -101,13 +102,15 @@ def _still_running(child: subprocess.Popen) -> bool:
 
 
 def _tree_bytes(folder: Path) -> int:
-    sizes = 0
-    for path in folder.rglob("*.whl"):
-        try:
-            sizes += path.stat().st_size
-        except FileNotFoundError:  # pip moved it between the listing and the stat
-            continue
-    return sizes
+    """Bytes of the wheels under a folder that pip is changing meanwhile."""
+    size = 0
+    # not Path.rglob: it raises when a folder goes between its listing and its scan
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(FileNotFoundError):
+                    size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 def _pip_reason(log_path: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: a test's reference and its servers share a few cores.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before torch is imported: threads that fight for a core (a test's own, its servers') cost 8x.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -13,6 +13,7 @@ from engine_patches.patches import (
     prefix_insert,
     prefix_match,
     request_release,
+    sessions,
 )
 
 CLI = cli_flags.PATCHES
@@ -30,6 +31,7 @@ ENGINE = (
     *request_release.PATCHES,
     *fused_kv_writes.PATCHES,
     *internal_state.PATCHES,
+    *sessions.PATCHES,
 )
 """Installed only in a process that serves a policy."""
 

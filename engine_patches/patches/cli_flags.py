@@ -6,9 +6,12 @@ from engine_patches.patches.patch import Patch
 
 
 def add_cli_args(result, parser):
+    from engine_patches import register
     from engine_patches.flags import add_flags
 
-    add_flags(parser)
+    # flags that nobody reads would be accepted and ignored
+    if all(register.is_installed(patch) for patch in PATCHES):
+        add_flags(parser)
 
 
 def from_cli_args(original, cls, args):

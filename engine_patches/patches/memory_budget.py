@@ -5,7 +5,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_patches import serving
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.patches.patch import Patch
-from engine_patches.refusals import check_configurator
+from engine_patches.refusals import check_arena, check_configurator
 from engine_patches.sizing import arena_within, logical_tokens
 
 
@@ -33,6 +33,7 @@ def _config(configurator, served, budget_bytes, cap_tokens):
             "lower it or raise --mem-fraction-static"
         )
     served.arena_bytes = room if asked is None else asked
+    check_arena(served)
     tokens = logical_tokens(served, serving.PAGE_SIZE)
     for cap in (cap_tokens, get_schedule().max_total_tokens):
         tokens = tokens if cap is None else min(tokens, cap)

@@ -14,6 +14,7 @@ def release_kv_cache(original, req, tree_cache, *, checkpoint):
     with allocator.residents.drops_deferred():
         result = original(req, tree_cache, checkpoint=checkpoint)
         allocator.finish(req)
+    allocator.metrics.publish(idle=not allocator.residents.running)
     return result
 
 

@@ -186,7 +186,7 @@ class Server(Client):
         flags: more command-line flags; they win over the defaults here.
         env: environment variables on top of the current ones.
         port: default: a free one.
-        threads: OMP_NUM_THREADS of every server process.
+        threads: OMP_NUM_THREADS of every server process; more threads than free cores cost 8x.
         warmup: let SGLang send its warm-up request (it leaves a few cached tokens).
         log: file for stdout and stderr; default: a temporary file, kept if start-up fails.
 
@@ -200,7 +200,7 @@ class Server(Client):
         *flags: str,
         env: Mapping[str, str] | None = None,
         port: int | None = None,
-        threads: int = 2,
+        threads: int = 1,
         warmup: bool = False,
         log: Path | None = None,
     ):

@@ -3,8 +3,11 @@
 import errno
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from loadtest import model_specs, models
+from loadtest import model_fetch, model_specs, models
 from loadtest.__main__ import main
 
 
@@ -132,7 +135,8 @@ def test_damaged_folder_is_refused_then_repaired_by_force(quick, capsys, damage)
         source = json.loads(good["SOURCE.json"])
         (folder / "SOURCE.json").write_text(json.dumps(source | {"converter": 0}))
     assert_refused(fetch(capsys, "tiny"), str(folder), "python -m loadtest model tiny --force")
-    assert fetch(capsys, "tiny", "--force")[0] == 0
+    status, _, err = fetch(capsys, "tiny", "--force")
+    assert status == 0, err
     assert contents(folder) == good
 
 
@@ -210,6 +214,28 @@ def test_a_folder_of_someone_else_is_never_replaced(quick, capsys, tmp_path):
     for flags in ([], ["--force"]):
         assert_refused(fetch(capsys, "tiny", "--dest", str(dest), *flags), str(dest), "SOURCE.json")
     assert contents(dest) == {"chapter1.tex": b"precious"}
+
+
+def test_progress_survives_folders_that_vanish(tmp_path):
+    """pip makes and removes folders while their bytes are counted."""
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            inner = tmp_path / "pip-unpack" / "inner"
+            inner.mkdir(parents=True)
+            (inner / "part.whl").write_bytes(b"x" * 10)
+            shutil.rmtree(tmp_path / "pip-unpack")
+
+    (tmp_path / "whole.whl").write_bytes(b"y" * 7)
+    with ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        try:
+            seen = {model_fetch._tree_bytes(tmp_path) for _ in range(5000)}
+        finally:
+            done.set()
+        churning.result()
+    assert seen <= {7, 17}
 
 
 def test_unknown_name_names_the_accepted_ones(capsys):

@@ -1,0 +1,78 @@
+"""RaggedKV's own series on ``/metrics`` (with ``--enable-metrics``), in pages and bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from engine_patches.proof import proof
+from engine_patches.serving import Serving
+
+INTERVAL_SECONDS = 0.5
+"""A busy server publishes no more often than this; an idle one at once."""
+
+
+class Metrics:
+    """Publishes what ``/server_info`` proves. Does nothing where SGLang's metrics are off.
+
+    Series: ``raggedkv:pages{state}``, ``raggedkv:level_pages{window,sinks}``,
+    ``raggedkv:level_units{window,sinks}``, ``raggedkv:running_requests``,
+    ``raggedkv:bytes_saved``, ``raggedkv:arena_bytes``, and ``raggedkv:<counter>_total``; each with
+    the label ``policy``.
+    """
+
+    def __init__(self, served: Serving) -> None:
+        self.served = served
+        self.enabled = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
+        self._published_at = 0.0
+        self._counted: dict[str, int] = {}
+        if self.enabled:
+            self._create()
+
+    def publish(self, idle: bool) -> None:
+        """Set every series to the present state; skipped if busy and recently done."""
+        if not self.enabled:
+            return
+        now = time.monotonic()
+        if not idle and now - self._published_at < INTERVAL_SECONDS:
+            return
+        self._published_at = now
+        state = proof(self.served)
+        for name, pages in state["pages"].items():
+            self._pages.labels(self.served.policy_id, name).set(pages)
+        for level in state["levels"]:
+            labels = (self.served.policy_id, str(level["window"]), str(level["sinks"]))
+            self._level_pages.labels(*labels).set(level["pages"])
+            self._level_units.labels(*labels).set(level["units"])
+        for name, gauge in self._gauges.items():
+            gauge.labels(self.served.policy_id).set(state[name])
+        for name, total in state["counters"].items():
+            grown = total - self._counted.get(name, 0)
+            self._counters[name].labels(self.served.policy_id).inc(grown)
+            self._counted[name] = total
+
+    def _create(self) -> None:
+        # prometheus_client reads its multi-process folder when it is imported
+        from prometheus_client import Counter, Gauge
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(
+                f"raggedkv:{name}", text, ("policy", *labels), multiprocess_mode="mostrecent"
+            )
+
+        self._pages = gauge("pages", "Physical pages of the arena by state.", "state")
+        self._level_pages = gauge(
+            "level_pages", "Live pages of one level, over its units.", "window", "sinks"
+        )
+        self._level_units = gauge(
+            "level_units", "KV heads of all layers in one level.", "window", "sinks"
+        )
+        self._gauges = {
+            "requests": gauge("running_requests", "Requests that hold pages."),
+            "bytes_saved": gauge("bytes_saved", "Bytes a dense cache would hold beyond ours."),
+            "arena_bytes": gauge("arena_bytes", "Bytes of the K and V arena."),
+        }
+        self._counters = {
+            name: Counter(f"raggedkv:{name}", f"Total: {name.replace('_', ' ')}.", ("policy",))
+            for name in proof(self.served)["counters"]
+        }

@@ -1,0 +1,76 @@
+"""The table printed when a server starts: what is served and what it should hold."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from engine_patches.serving import PAGE_SIZE, Serving
+from engine_patches.sizing import dense_tokens
+from kvpolicy.residency import ceil_div, peak_bytes
+from kvpolicy.windows import FULL, WindowPolicy
+
+MIB = 1 << 20
+
+
+def startup_table(served: Serving, logical_tokens: int) -> str:
+    """Predicted bytes per request and concurrency, a dense cache beside the policy.
+
+    Args:
+        served: with its arena sized.
+        logical_tokens: SGLang's token capacity.
+
+    Returns:
+        Lines for the log. The predictions are ``kvpolicy``'s formulas for requests of that many
+        tokens in all; the dense cache is stock SGLang's with the same bytes.
+    """
+    arena = served.arena_bytes or 0
+    contexts = _contexts(served.geometry.max_context)
+    table = Table(title=_title(served), title_justify="left")
+    table.add_column("tokens a request", justify="right")
+    for name in ("dense MiB", "policy MiB", "dense requests", "policy requests"):
+        table.add_column(name, justify="right")
+    dense = WindowPolicy.full(served.geometry).levels()
+    for context in contexts:
+        was = peak_bytes(dense, served.geometry, context, PAGE_SIZE)
+        now = peak_bytes(served.levels, served.geometry, context, PAGE_SIZE)
+        cells = (f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now))
+        table.add_row(str(context), *cells)
+    lines = [_render(table), _levels_line(served), _capacity_line(served, logical_tokens)]
+    return "\n".join(lines)
+
+
+def _title(served: Serving) -> str:
+    point = f", point {served.resolved.point}" if served.resolved.point else ""
+    return f"RaggedKV serves policy {served.policy_id}{point}"
+
+
+def _contexts(longest: int) -> list[int]:
+    wanted = [1024, 2048, 4096, 8192, 32768, 131072]
+    return [c for c in wanted if c < longest] + [longest]
+
+
+def _levels_line(served: Serving) -> str:
+    parts = []
+    for level in served.levels:
+        window = "full" if level.window == FULL else f"window {level.window}"
+        sinks = f" + {level.sinks} sinks" if level.sinks else ""
+        parts.append(f"{len(level.units)} heads {window}{sinks}")
+    return "levels: " + ", ".join(parts)
+
+
+def _capacity_line(served: Serving, logical_tokens: int) -> str:
+    dense = dense_tokens(served, PAGE_SIZE)
+    table = served.geometry.num_units * ceil_div(logical_tokens, PAGE_SIZE) * 4
+    return (
+        f"arena {(served.arena_bytes or 0) / MIB:.1f} MiB: {dense} tokens if dense, "
+        f"{logical_tokens} logical tokens offered; page table {table / MIB:.1f} MiB"
+    )
+
+
+def _render(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(table)
+    return out.getvalue().rstrip()

@@ -1,0 +1,294 @@
+"""What is not served is refused in one line that names it and what to change instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_patches.backend_name import BACKEND
+from engine_patches.errors import Refusal
+from engine_patches.refusals import REFUSED, check_configurator, check_flags, check_geometry
+from kvpolicy.geometry import geometry_from_config
+from tests.engine_patches.launching import Outcome, launch, parse_many
+
+# Command lines that must be refused, by the flag they are refused for.
+BAD = {
+    "tp_size": [["--tp-size", "2"], ["--tensor-parallel-size", "4"]],
+    "pp_size": [["--pp-size", "2"]],
+    "dp_size": [["--dp-size", "2"], ["--dp-size", "2", "--enable-dp-attention"]],
+    "attn_dp_size": [["--attn-dp-size", "2"]],
+    "nnodes": [["--nnodes", "2"]],
+    "dcp_size": [["--dcp-size", "2"]],
+    "attn_cp_size": [["--attn-cp-size", "2"]],
+    "enable_prefill_cp": [["--enable-prefill-cp"]],
+    "speculative_algorithm": [["--speculative-algorithm", "NGRAM"]],
+    "decoupled_spec_role": [["--decoupled-spec-role", "verifier"]],
+    "dllm_algorithm": [["--dllm-algorithm", "LowConfidence"]],
+    "disaggregation_mode": [
+        ["--disaggregation-mode", "prefill"],
+        ["--disaggregation-mode", "decode"],
+    ],
+    "enable_hierarchical_cache": [["--enable-hierarchical-cache"], ["--enable-hicache"]],
+    "hicache_storage_backend": [["--hicache-storage-backend", "file"]],
+    "enable_lmcache": [["--enable-lmcache"]],
+    "enable_flexkv": [["--enable-flexkv"]],
+    "enable_hisparse": [["--enable-hisparse"]],
+    "enable_unified_memory": [["--enable-unified-memory"]],
+    "enable_unified_cache_external_linker": [["--enable-unified-cache-external-linker"]],
+    "enable_page_major_kv_layout": [["--enable-page-major-kv-layout"]],
+    "enable_kv_cache_sharding": [["--enable-kv-cache-sharding"]],
+    "radix_cache_backend": [["--radix-cache-backend", "anything"]],
+    "kv_canary": [["--kv-canary", "log"], ["--kv-canary", "raise"]],
+    "enable_mixed_chunk": [["--enable-mixed-chunk"]],
+    "enable_streaming_session": [["--enable-streaming-session"]],
+    "enable_session_radix_cache": [["--enable-session-radix-cache"]],
+    "enable_mis": [["--enable-mis"]],
+    "enable_pdmux": [["--enable-pdmux"]],
+    "enable_two_batch_overlap": [["--enable-two-batch-overlap"]],
+    "prefill_only_disable_kv_cache": [["--prefill-only-disable-kv-cache"]],
+    "encoder_only": [["--encoder-only"]],
+    "use_ray": [["--use-ray"]],
+    "kv_cache_dtype": [
+        ["--kv-cache-dtype", name]
+        for name in ("fp8_e5m2", "fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16")
+    ],
+    "page_size": [["--page-size", "1"], ["--page-size", "64"]],
+    "attention_backend": [["--attention-backend", "torch_native"]],
+    "prefill_attention_backend": [["--prefill-attention-backend", "fa3"]],
+    "decode_attention_backend": [["--decode-attention-backend", "triton"]],
+}
+
+GOOD = [
+    [],
+    ["--tp-size", "1", "--pp-size", "1", "--dp-size", "1", "--dcp-size", "1"],
+    ["--kv-cache-dtype", "auto"],
+    ["--kv-cache-dtype", "bfloat16"],
+    ["--page-size", "16"],
+    ["--attention-backend", BACKEND],
+    ["--disaggregation-mode", "null", "--kv-canary", "none"],
+    ["--chunked-prefill-size", "128", "--schedule-policy", "lpm", "--enable-priority-scheduling"],
+    ["--disable-radix-cache"],
+    ["--disable-overlap-schedule", "--enable-metrics", "--disable-hybrid-swa-memory"],
+    ["--kv-arena-bytes", "64MiB"],
+]
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
+_SIZES = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 128}
+TINY = _HEADS | _SIZES | {"max_position_embeddings": 512, "torch_dtype": "float32"}
+LLAMA = TINY | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+MODELS = {  # config.json, and what the refusal must say
+    "deepseek": (
+        TINY
+        | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+        | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        "kv_lora_rank=16: latent attention",
+    ),
+    "deepseek_dsa": (
+        TINY
+        | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+        | {"kv_lora_rank": 16, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 8},
+        "kv_lora_rank=16: latent attention",
+    ),
+    "qwen3_next": (
+        TINY
+        | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+        | {"full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4},
+        "Qwen3NextForCausalLM has recurrent layers",
+    ),
+    "t5": (
+        TINY
+        | {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+        | {"is_encoder_decoder": True},
+        "encoder-decoder models are not supported",
+    ),
+    "unknown": (
+        TINY | {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"},
+        "model_type 'mystery' is not supported; accepted: ",
+    ),
+}
+
+
+def config_dir(folder: Path, config: dict) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def label(argv: list[str]) -> str:
+    return " ".join(argv) or "none"
+
+
+BAD_CASES = [(flag, argv) for flag, lines in BAD.items() for argv in lines]
+ODD_CASES = {  # flags of our own, and models: arguments, and what the refusal must say
+    "arena_without_policy": (["--kv-arena-bytes", "1GiB"], "--kv-arena-bytes needs --kv-policy"),
+    "arena_not_a_size": (["--kv-policy", "full", "--kv-arena-bytes", "lots"], "--kv-arena-bytes: "),
+    "unknown_policy": (["--kv-policy", "no-such"], "no policy 'no-such'"),
+    "missing_folder": (["--kv-policy", "/no/such/folder"], "/no/such/folder"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return config_dir(tmp_path_factory.mktemp("llama") / "model", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def parsed(llama, tmp_path_factory) -> dict[str, Outcome]:
+    """What the launching process does with every command line of this file, by label."""
+    folder = tmp_path_factory.mktemp("parsed")
+    served = ["--model-path", llama, "--kv-policy", "full"]
+    cases = {label(argv): [*served, *argv] for _, argv in BAD_CASES}
+    cases |= {label(argv): [*served, *argv] for argv in GOOD}
+    cases |= {name: ["--model-path", llama, *argv] for name, (argv, _) in ODD_CASES.items()}
+    for name, (config, _) in MODELS.items():
+        cases[name] = ["--model-path", config_dir(folder / name, config), "--kv-policy", "full"]
+    weights = folder / "model.gguf"
+    weights.write_bytes(b"GGUF")
+    cases["gguf"] = ["--model-path", weights, "--kv-policy", "full"]
+    cases["no_model"] = ["--model-path", folder / "nowhere", "--kv-policy", "full"]
+    config = folder / "flags.yaml"
+    config.write_text("kv-policy: full\ntp-size: 2\n")
+    cases["config_file"] = ["--model-path", llama, "--config", config]
+    return dict(zip(cases, parse_many(list(cases.values()), folder), strict=True))
+
+
+# -- flags -------------------------------------------------------------------------------------
+
+
+def test_every_refused_flag_is_exercised():
+    assert sorted(BAD) == sorted(rule.flag for rule in REFUSED)
+    assert all(rule.remedy for rule in REFUSED)
+
+
+@pytest.mark.parametrize(("flag", "argv"), BAD_CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_flag_is_refused_in_one_line_with_a_remedy(parsed, flag, argv):
+    line = parsed[label(argv)].refused()
+    (rule,) = [rule for rule in REFUSED if rule.flag == flag]
+    assert line.startswith("--" + flag.replace("_", "-"))
+    assert line.endswith(f" does not work with --kv-policy; {rule.remedy}")
+    values = [word for word in argv[1:2] if not word.startswith("--")]
+    assert all(value in line for value in values)
+
+
+@pytest.mark.parametrize("argv", GOOD, ids=label)
+def test_other_flags_are_accepted(parsed, argv):
+    outcome = parsed[label(argv)]
+    assert (outcome.returncode, outcome.refusals) == (0, []), outcome.stderr
+
+
+def test_flags_sglang_does_not_have_are_not_refused():
+    check_flags(SimpleNamespace())
+
+
+@pytest.mark.parametrize("name", ODD_CASES)
+def test_our_own_flags_are_checked(parsed, name):
+    assert ODD_CASES[name][1] in parsed[name].refused()
+
+
+def test_flags_of_a_config_file_are_checked(parsed):
+    assert "--tp-size 2" in parsed["config_file"].refused()
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_refused_by_its_config(parsed, name):
+    assert MODELS[name][1] in parsed[name].refused()
+
+
+def test_a_weights_file_is_refused_for_want_of_a_config(parsed):
+    line = parsed["gguf"].refused()
+    assert "model.gguf" in line and "config.json" in line
+
+
+def test_a_model_that_is_nowhere_is_refused(parsed):
+    line = parsed["no_model"].refused()
+    assert "nowhere" in line and "config.json" in line
+
+
+def test_a_plain_model_passes_and_a_hybrid_does_not():
+    check_geometry(geometry_from_config(LLAMA))
+    with pytest.raises(Refusal, match="recurrent layers"):
+        check_geometry(geometry_from_config(MODELS["qwen3_next"][0]))
+
+
+@pytest.mark.parametrize("name", ["deepseek"])
+def test_the_launcher_ends_with_one_line_and_leaves_nothing(name, tmp_path):
+    config, expected = MODELS[name]
+    model = config_dir(tmp_path / name, config)
+    assert expected in launch("--model-path", str(model), "--kv-policy", "full").refused()
+
+
+# -- what only SGLang can tell, where the pool is built ----------------------------------------
+
+
+def configurator(**changes) -> SimpleNamespace:
+    encoder_decoder = changes.pop("is_encoder_decoder", False)
+    plain = {
+        "model_config": SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        "use_mla_backend": False,
+        "mambaish_config": None,
+        "is_hybrid_swa": False,
+        "kv_cache_dtype": torch.bfloat16,
+    }
+    return SimpleNamespace(**plain | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_plain_cache_passes(dtype):
+    check_configurator(configurator(kv_cache_dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_mla_backend": True}, "latent attention"),
+        ({"mambaish_config": object()}, "recurrent layers"),
+        ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn is not supported; use bf16"),
+        ({"kv_cache_dtype": torch.float8_e5m2}, "float8_e5m2 is not supported; use bf16"),
+        ({"kv_cache_dtype": torch.uint8}, "uint8 is not supported; use bf16"),
+    ],
+    ids=lambda v: "" if isinstance(v, str) else next(iter(v)),
+)
+def test_another_kind_of_cache_is_refused(changes, expected):
+    with pytest.raises(Refusal, match=expected.replace("(", r"\(")) as refusal:
+        check_configurator(configurator(**changes))
+    assert "\n" not in str(refusal.value)
+
+
+# -- requests: what a client asks for without any flag -----------------------------------------
+
+
+def _answer(server, path: str, body: dict) -> tuple[int, str]:
+    import httpx
+
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    return answer.status_code, answer.text
+
+
+def test_sessions_and_beam_search_are_refused_per_request(server_factory, smollm2):
+    server = server_factory(smollm2, "--kv-policy", "full", "--kv-arena-bytes", "128MiB")
+    status, text = _answer(server, "/open_session", {"capacity_of_str_len": 1000})
+    assert status == 400 and "sessions do not work with --kv-policy" in text
+    status, text = _answer(
+        server,
+        "/generate",
+        {"text": "The", "session_params": {"id": "mine"}, "sampling_params": {"max_new_tokens": 2}},
+    )
+    assert status == 400 and "session id mine does not exist" in text
+    status, text = _answer(
+        server,
+        "/generate",
+        {"text": "The", "sampling_params": {"max_new_tokens": 2, "beam_width": 2}},
+    )
+    assert status == 400 and "Beam search" in text and "--page-size" in text
+    answer = server.generate("The capital of France is", 4)  # and it still serves
+    assert len(answer.output_ids) == 4
