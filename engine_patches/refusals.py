@@ -112,12 +112,13 @@ def check_arena(served: Serving) -> None:
     Raises:
         Refusal: naming the arena's bytes and what is needed.
     """
-    page = served.geometry.page_bytes(PAGE_SIZE)
-    least = (served.geometry.num_units + 2) * page
+    units = served.geometry.num_units
+    page = served.geometry.bytes_per_token() * PAGE_SIZE // units
+    least = (units + 2) * page
     if (served.arena_bytes or 0) < least:
         raise Refusal(
-            f"an arena of {served.arena_bytes} bytes is too small for {served.geometry.num_units} "
-            f"kv heads and pages of {page} bytes; raise --kv-arena-bytes or "
+            f"an arena of {served.arena_bytes} bytes is too small for {units} kv heads "
+            f"and pages of {page} bytes; raise --kv-arena-bytes or "
             f"--mem-fraction-static, to {least} bytes at least"
         )
 

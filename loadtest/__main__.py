@@ -23,6 +23,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "model": Command("loadtest.models", "fetch, convert and verify a demo model"),
+    "demo": Command("loadtest.demo", "compare stock SGLang and RaggedKV on the same KV bytes"),
 }
 
 

@@ -97,6 +97,7 @@ def test_a_missing_target_in_the_children(start, broken):
     assert f"SGLang has no {CHECKPOINT}" in line
 
 
+@pytest.mark.slow
 def test_a_hook_that_does_not_take_in_the_children(start, broken):
     code = (
         "apply = module.HookRegistry._apply_target\n"
@@ -187,6 +188,7 @@ def test_a_damaged_missing_or_foreign_policy(smollm2, tmp_path):
         assert named.split()[0] in line and (str(policy) in line or "was made for" in line), line
 
 
+@pytest.mark.slow
 def test_a_policy_damaged_before_the_children_load_it(start, broken, smollm2, tmp_path):
     good = written(tmp_path / "policies", read_geometry(smollm2), "mine")
     flip_again = f"open({str(good / 'policy.safetensors')!r}, 'ab').write(b'x')"

@@ -11,7 +11,13 @@ import torch
 
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal
-from engine_patches.refusals import REFUSED, check_configurator, check_flags, check_geometry
+from engine_patches.refusals import (
+    REFUSED,
+    check_arena,
+    check_configurator,
+    check_flags,
+    check_geometry,
+)
 from kvpolicy.geometry import geometry_from_config
 from tests.engine_patches.launching import Outcome, launch, parse_many
 
@@ -262,6 +268,14 @@ def test_another_kind_of_cache_is_refused(changes, expected):
     with pytest.raises(Refusal, match=expected.replace("(", r"\(")) as refusal:
         check_configurator(configurator(**changes))
     assert "\n" not in str(refusal.value)
+
+
+def test_an_arena_must_hold_a_page_of_every_head_and_the_sink():
+    geometry = geometry_from_config(LLAMA)  # 4 layers x 2 heads of 16 + 16 floats of 4 bytes
+    page = 16 * 32 * 4
+    check_arena(SimpleNamespace(geometry=geometry, arena_bytes=10 * page))
+    with pytest.raises(Refusal, match=f"{10 * page - 1} bytes .* to {10 * page} bytes at least"):
+        check_arena(SimpleNamespace(geometry=geometry, arena_bytes=10 * page - 1))
 
 
 # -- requests: what a client asks for without any flag -----------------------------------------

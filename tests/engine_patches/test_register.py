@@ -202,7 +202,10 @@ def test_install_patches_a_class_method(stock, engine):
 def test_a_hook_that_sglang_failed_to_apply_is_refused(stock, engine, caplog):
     stock.Kind = type("Kind", (), {"__init__": lambda self, left, right: None})
     engine("stock_engine.Kind")  # SGLang does not hook a class, and only logs that
-    with caplog.at_level(logging.ERROR), pytest.raises(Refusal, match="stock_engine.Kind did not"):
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(Refusal, match=r"stock_engine\.Kind did not"),
+    ):
         register.install_engine()
     assert "Failed to apply hooks" in caplog.text
 

@@ -1,0 +1,150 @@
+"""What the demo sends, to which servers, and how many requests each should hold at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.errors import KvPolicyError
+from kvpolicy.geometry import ModelGeometry, read_geometry
+from kvpolicy.plan import parse_bytes
+from kvpolicy.residency import peak_bytes
+from kvpolicy.store import resolve
+from kvpolicy.windows import WindowPolicy
+from loadtest.errors import UserError
+from loadtest.model_specs import SPECS
+from loadtest.models import ensure_model
+from loadtest.servers import PAGE_SIZE
+
+DTYPE_BYTES = 4  # float32: logprobs are then comparable to a reference within 1e-4
+MAX_REQUESTS = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``requests`` prompts of ``prompt_tokens``, each answered with ``output_tokens`` greedily.
+
+    ``kv_bytes`` of K and V is what every server gets; ``checks`` answers are compared with the
+    reference.
+    """
+
+    model: Path
+    geometry: ModelGeometry
+    kv_bytes: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    checks: int
+
+    @property
+    def final_tokens(self) -> int:
+        """Tokens of one request when it ends."""
+        return self.prompt_tokens + self.output_tokens
+
+    def prompts(self) -> list[list[int]]:
+        """Distinct prompts of token ids: excerpts of Python's standard library."""
+        from transformers import AutoTokenizer  # slow to import, and only needed here
+
+        from loadtest import corpora
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        return corpora.prompts(tokenizer, [self.prompt_tokens] * self.requests)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One server of the comparison.
+
+    ``name`` names its log as well; ``windows`` is the policy it must answer by: None for the
+    unchanged model. ``predicted`` is how many requests fit at once, by ``kvpolicy``'s formulas.
+    """
+
+    name: str
+    policy_id: str | None
+    flags: tuple[str, ...]
+    windows: WindowPolicy | None
+    request_bytes: int
+    predicted: int
+
+
+def make_workload(
+    model: str, kv_bytes: str, requests: int, prompt_tokens: int, output_tokens: int, checks: int
+) -> Workload:
+    """Check everything that can be checked before a server starts.
+
+    Args:
+        model: a demo model's name (fetched if absent) or a Hugging Face folder.
+        kv_bytes: such as ``330MB``.
+
+    Raises:
+        UserError: a value out of range, naming the flag and what is accepted.
+    """
+    _in_range("--requests", requests, 1, MAX_REQUESTS)
+    _in_range("--prompt-tokens", prompt_tokens, 1)
+    _in_range("--output-tokens", output_tokens, 1)
+    _in_range("--checks", checks, 0, requests)
+    size = _policy_errors("--kv-bytes", parse_bytes, kv_bytes)
+    folder = _model_folder(model)
+    geometry = _policy_errors("--model", read_geometry, folder).with_kv_dtype_bytes(DTYPE_BYTES)
+    work = Workload(folder, geometry, size, requests, prompt_tokens, output_tokens, checks)
+    if work.final_tokens > geometry.max_context:
+        raise UserError(
+            f"--prompt-tokens plus --output-tokens is {work.final_tokens}; "
+            f"this model takes at most {geometry.max_context}"
+        )
+    return work
+
+
+def stock(work: Workload) -> Contender:
+    """SGLang as it is, with a dense cache of the same bytes. Raises UserError if none fits."""
+    request_bytes = _request_bytes(WindowPolicy.full(work.geometry), work)
+    if work.kv_bytes < request_bytes:
+        raise UserError(
+            f"--kv-bytes: {work.kv_bytes} bytes do not hold one request of {work.final_tokens} "
+            f"tokens, which takes {request_bytes} in stock SGLang"
+        )
+    tokens = work.kv_bytes // work.geometry.bytes_per_token() // PAGE_SIZE * PAGE_SIZE
+    flags = ("--attention-backend", "torch_native", "--max-total-tokens", str(tokens))
+    predicted = work.kv_bytes // request_bytes
+    return Contender("stock SGLang", None, flags, None, request_bytes, predicted)
+
+
+def ragged(work: Workload, policy: str) -> Contender:
+    """SGLang with ``policy`` and the same bytes. Raises UserError if there is no such policy."""
+    resolved = _policy_errors("--policy", resolve, policy, work.geometry)
+    request_bytes = _request_bytes(resolved.policy, work)
+    flags = ("--kv-policy", policy, "--kv-arena-bytes", str(work.kv_bytes))
+    predicted = work.kv_bytes // request_bytes
+    return Contender(
+        "RaggedKV", resolved.policy_id, flags, resolved.policy, request_bytes, predicted
+    )
+
+
+def _request_bytes(policy: WindowPolicy, work: Workload) -> int:
+    return peak_bytes(policy.levels(), work.geometry, work.final_tokens, PAGE_SIZE)
+
+
+def _in_range(flag: str, value: int, low: int, high: int | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        accepted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise UserError(f"{flag} {value} is not accepted: give {accepted}")
+
+
+def _model_folder(model: str) -> Path:
+    if model in SPECS:
+        return ensure_model(model)
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--model {model!r} is neither a demo model ({', '.join(SPECS)}) nor a folder with "
+            "a config.json"
+        )
+    return folder.resolve()
+
+
+def _policy_errors(flag: str, function, *args):
+    """``function(*args)``, with a KvPolicyError turned into a UserError that names the flag."""
+    try:
+        return function(*args)
+    except KvPolicyError as error:
+        raise UserError(f"{flag}: {error}") from error
