@@ -22,7 +22,8 @@ from loadtest.model_specs import DEFAULT_MODEL, SPECS
 from loadtest.servers import PAGE_SIZE, TextCompletion
 
 DEFAULT_POLICY = "uniform-512-s4"
-NARROWEST = 80  # columns; also what a pipe gets
+NARROWEST = 80  # columns; what a pipe gets
+WIDEST = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +101,11 @@ class _Demo:
     def _check(
         self, contender: Contender, prompts: list[list[int]], answers: list[TextCompletion]
     ) -> Checked:
-        from loadtest.reference import MaskedReference  # imports torch
+        from transformers.utils.logging import disable_progress_bar  # imports torch
 
+        from loadtest.reference import MaskedReference
+
+        disable_progress_bar()  # our own is running
         chosen = sample(self.work.checks, len(answers))
         policy = contender.windows
         with self._bar(f"{contender.name}: comparing with the reference", len(chosen)) as (b, task):
@@ -135,6 +139,5 @@ def _folder(path: Path) -> Path:
 def _stdout() -> Console:
     console = Console(highlight=False, markup=False)
     sys.stderr.flush()
-    if not console.is_terminal:
-        console.width = NARROWEST
+    console.width = min(console.width, WIDEST) if console.is_terminal else NARROWEST
     return console

@@ -8,19 +8,19 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 
 import msgspec
-from rich.console import Console, Group
-from rich.padding import Padding
+from rich.box import HORIZONTALS
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvpolicy.render import human_bytes
 from loadtest.demo_measure import Agreement, Checked, Measured
 from loadtest.errors import UserError
 
 RESULT_FILE = "demo.json"
-PROMPT = "Write one sentence about rivers."
+PROMPT = "The capital of France is"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -65,11 +65,12 @@ def table(result: Result) -> Table:
         f"{result.requests} requests of {result.prompt_tokens} + {result.output_tokens} tokens, "
         f"{human_bytes(result.kv_bytes)} of KV cache for each server"
     )
-    grid = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), show_lines=True)
+    grid = Table(title=title, title_justify="left", box=HORIZONTALS, show_lines=True)
+    grid.padding = (0, 0, 0, 1)
     grid.add_column("server")
     for heading in (
-        "requests at once", "retrac- tions", "peak KV held", "KV per request",
-        "equal to reference", "end to end", "output tokens/s",
+        "requests\nat once\n(predicted)", "re-\ntracted", "peak KV\nheld", "KV per\nrequest",
+        "equal\nto its\nreference", "end to\nend", "output\ntokens/s",
     ):  # fmt: skip
         grid.add_column(heading, justify="right")
     for row in result.rows:
@@ -82,7 +83,7 @@ def _cells(row: Row) -> list[str]:
     equal = f"{checked.equal} of {checked.answers}" if checked.answers else "not checked"
     return [
         it.name.replace(" ", "\n"),
-        f"{it.peak_running}\n({it.predicted} predicted)",
+        f"{it.peak_running}\n({it.predicted})",
         str(it.retractions),
         f"{it.peak_bytes / 1e6:.1f} MB\n{it.peak_pages:,} pages",
         f"{it.request_bytes / 1e6:.1f} MB",
@@ -155,7 +156,7 @@ def by_hand(model: Path, policy: str, kv_bytes: int) -> list[str]:
         f"--kv-policy {shlex.quote(policy)} --kv-arena-bytes {kv_bytes}",
         "--device cpu --dtype float32 --port 30000",
     )
-    body = f'{{"model": "default", "max_tokens": 32, "temperature": 0, "prompt": "{PROMPT}"}}'
+    body = f'{{"model": "default", "prompt": "{PROMPT}", "max_tokens": 32}}'
     ask = (
         "curl http://127.0.0.1:30000/v1/completions",
         "-H 'Content-Type: application/json'",
@@ -169,10 +170,10 @@ def _python() -> str:
     found = shutil.which("python")
     if found is not None and Path(found) == Path(sys.executable):
         return "python"
-    with_folder = Path(sys.executable)
-    if with_folder.is_relative_to(Path.cwd()):
-        with_folder = with_folder.relative_to(Path.cwd())
-    return shlex.quote(str(with_folder))
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return shlex.quote(str(python))
 
 
 def show(result: Result, policy: str, saved: Path, console: Console) -> None:
@@ -181,9 +182,7 @@ def show(result: Result, policy: str, saved: Path, console: Console) -> None:
     for sentence in meaning(result):
         console.print(sentence)
         console.print()
-    commands = by_hand(Path(result.model), policy, result.kv_bytes)
-    blocks = [
-        Padding(Text(command, no_wrap=True, overflow="ignore"), (0, 2)) for command in commands
-    ]
-    console.print(Group(Text("To start it by hand, and to ask it something:"), *blocks))
-    console.print(f"\nFigures and logs: {saved} and the .log files beside it", soft_wrap=True)
+    console.print("To start it by hand, and to ask it something:")
+    for command in by_hand(Path(result.model), policy, result.kv_bytes):
+        console.print(indent(command, "  "), soft_wrap=True)
+    console.print(f"\nFigures: {saved}; the servers' logs are beside it.", soft_wrap=True)
