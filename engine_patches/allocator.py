@@ -104,6 +104,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
 
     def verify_byte_accounting(self) -> list[str]:
         """Idle audit: every physical page has exactly one owner and none is pinned."""
+        self.ledger.lift_fence()  # idle: no forward reads anything any more
         faults = self.ledger.check_integrity()
         if self.residents.running or self.ledger.pinned:
             faults.append(

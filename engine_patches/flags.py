@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from engine_patches import register, serving
 from engine_patches.backend_name import BACKEND
@@ -11,6 +12,8 @@ from engine_patches.refusals import check_flags, check_geometry
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.plan import parse_bytes
 from kvpolicy.store import BUILT_IN
+
+logger = logging.getLogger(__name__)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +52,16 @@ def take_flags(args: argparse.Namespace) -> None:
     serving.hand_down(request)
     args.attention_backend = BACKEND
     args.page_size = serving.PAGE_SIZE
+    _turn_off_graphs(args)
+
+
+def _turn_off_graphs(args: argparse.Namespace) -> None:
+    """The reference backend plans every step on the host, which a captured graph cannot replay."""
+    for phase in ("decode", "prefill"):
+        field = f"cuda_graph_backend_{phase}"
+        if getattr(args, field, None) not in (None, "disabled"):
+            logger.warning("RaggedKV serves without CUDA graphs for now: %s is ignored", field)
+        setattr(args, field, "disabled")
 
 
 def _request(args: argparse.Namespace) -> serving.ServeRequest:

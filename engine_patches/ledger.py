@@ -228,12 +228,6 @@ class PageLedger:
                 self._lru[level, g] = None
                 self._evictable += int(self.units[level])
 
-    def touch(self, level: int, logical: Sequence[int]) -> None:
-        """Mark cached pages as recently used."""
-        for g in logical:
-            if (level, g) in self._lru:
-                self._lru.move_to_end((level, g))
-
     def evict(self, num_pages: int) -> int:
         """Free least recently used cached pages, at least ``num_pages`` if there are as many.
 

@@ -64,15 +64,7 @@ class RaggedKVPool(MHATokenToKVPool):
 
     def _num_pages(self, served: serving.Serving) -> int:
         page = self.page_size * (self.head_dim + self.v_head_dim) * self.store_dtype.itemsize
-        pages = (served.arena_bytes or 0) // page
-        least = len(served.policy.for_units()) + 1
-        if pages <= least:
-            raise Refusal(
-                f"an arena of {served.arena_bytes} bytes holds {pages} pages of {page} bytes, "
-                f"fewer than one per kv head and layer ({least}); raise --kv-arena-bytes or "
-                "--mem-fraction-static"
-            )
-        return pages
+        return (served.arena_bytes or 0) // page
 
     def _poison(self, ids: torch.Tensor) -> None:
         self.arena[ids] = float("nan")

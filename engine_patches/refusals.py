@@ -142,6 +142,14 @@ def check_configurator(configurator) -> None:
             "SGLang would split this model's cache by sliding window; "
             "add --disable-hybrid-swa-memory, RaggedKV stores local layers by their window itself"
         )
+    if configurator.post_capture_kv_active:
+        raise Refusal(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING sizes a dense cache after graph capture; unset it"
+        )
+    if config.is_multimodal:
+        raise Refusal(
+            "image and audio input is not supported; serve it without --enable-multimodal"
+        )
     if config.is_encoder_decoder:
         raise Refusal("this is an encoder-decoder model: not supported")
     if configurator.kv_cache_dtype.itemsize < 2:

@@ -72,6 +72,7 @@ class Residents:
         self.cache = cache
         self._reclaim = reclaim
         self._sinks = [sink_pages(level, page_size) for level in ledger.levels]
+        self._all_levels = range(len(ledger.levels))
         self.running: set[Resident] = set()
         self._pending_drops: list[int] = []
         self._deferrals = 0
@@ -127,7 +128,7 @@ class Residents:
         self.ledger.lift_fence()
         must = wish = 0
         for resident, num_new, length in growth:
-            for k in range(len(self.levels)):
+            for k in self._all_levels:
                 count = len(resident.pages)
                 slide = self._slide(k, resident, count, length, count + num_new)
                 units = int(self.ledger.units[k])
@@ -152,9 +153,13 @@ class Residents:
         """
         old_count = len(resident.pages)
         resident.pages.extend(new_pages)
-        for k in range(len(self.levels)):
-            slide = self._slide(k, resident, old_count, length, len(resident.pages))
-            self._extend_level(resident, slide)
+        count = len(resident.pages)
+        slides = [self._slide(k, resident, old_count, length, count) for k in self._all_levels]
+        # every level lets go before any level grows: what is pinned never exceeds the formula
+        loose = [self._release_dying(resident, slide) for slide in slides]
+        for slide, gone in zip(slides, loose, strict=True):
+            self._extend_level(resident, slide, gone)
+            k = slide.level
             resident.first[k] = max(resident.first[k], self._window_first(k, length))
         resident.length = length
         if self.cache:
@@ -171,15 +176,18 @@ class Residents:
             return
         old_count = len(resident.pages)
         resident.pages.append(new_page)
-        for k in range(len(self.levels)):
-            slide = self._slide(k, resident, old_count, resident.length, old_count + 1)
-            self._let_go(resident, slide.level, slide.dying)
+        length, count = resident.length, old_count + 1
+        slides = [self._slide(k, resident, old_count, length, count) for k in self._all_levels]
+        for slide in slides:
+            self._let_go(resident, slide)
+        for slide in slides:
+            k = slide.level
             self._bind(k, self.ids(resident, slide.needed))
-            resident.first[k] = max(resident.first[k], self._window_first(k, resident.length))
+            resident.first[k] = max(resident.first[k], self._window_first(k, length))
 
     def release(self, resident: Resident) -> None:
         """End a request: nothing is held any more. Pages still in the prefix tree stay cached."""
-        for k in range(len(self.levels)):
+        for k in self._all_levels:
             loose = self.ledger.release(k, self.ids(resident, self.held(resident, k)))
             if not self.levels[k].is_full:
                 self.ledger.retain(k, loose)
@@ -195,7 +203,7 @@ class Residents:
             own = resident.pages[i]
             if own == tree_page:
                 continue
-            for k in range(len(self.levels)):
+            for k in self._all_levels:
                 self._adopt(k, own, tree_page, held=self._holds(resident, k, i))
             resident.pages[i] = tree_page
 
@@ -246,7 +254,7 @@ class Residents:
     def exclusive_pages(self, resident: Resident) -> int:
         """Pages that only this request pins."""
         total = 0
-        for k in range(len(self.levels)):
+        for k in self._all_levels:
             holds = self.ledger.hold[k, self.ids(resident, self.held(resident, k))]
             total += int(self.ledger.units[k]) * int((holds == 1).sum())
         return total
@@ -270,7 +278,7 @@ class Residents:
             if resident.length % self.page_size:
                 continue
             count = len(resident.pages)
-            for k in range(len(self.levels)):
+            for k in self._all_levels:
                 slide = self._slide(k, resident, count, resident.length + 1, count + 1)
                 holds = self.ledger.hold[k, self.ids(resident, slide.dying)]
                 net = len(slide.needed) - int((holds == 1).sum())
@@ -307,10 +315,13 @@ class Residents:
     def _last_holder(self, k: int, resident: Resident, index: int) -> bool:
         return self.ledger.hold[k, resident.pages[index]] == 1
 
-    def _extend_level(self, resident: Resident, slide: Slide) -> None:
+    def _release_dying(self, resident: Resident, slide: Slide) -> set[int]:
+        """Drop the request's holds on dying pages; returns those nobody holds now."""
+        return set(self.ledger.release(slide.level, self.ids(resident, slide.dying)))
+
+    def _extend_level(self, resident: Resident, slide: Slide, loose: set[int]) -> None:
         k, ledger = slide.level, self.ledger
         needed = self.ids(resident, slide.needed)
-        loose = set(ledger.release(k, self.ids(resident, slide.dying)))
         keep, spare = [], []
         for i in slide.dying:
             page = resident.pages[i]
@@ -344,9 +355,9 @@ class Residents:
             self.ledger.bind(k, logical)
             self.ledger.retain(k, logical, fence=True)
 
-    def _let_go(self, resident: Resident, k: int, dying: list[int]) -> None:
-        loose = set(self.ledger.release(k, self.ids(resident, dying)))
-        for i in dying:
+    def _let_go(self, resident: Resident, slide: Slide) -> None:
+        k, loose = slide.level, self._release_dying(resident, slide)
+        for i in slide.dying:
             page = resident.pages[i]
             if page not in loose:
                 continue

@@ -148,10 +148,9 @@ def _figures(
 
 
 def _one_line(name: str, server: Server, error: ServerError) -> str:
-    ended = "" if server.returncode is None else f" (it ended with status {server.returncode})"
     lines = [line.strip() for line in server.log_tail(50).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("raggedkv:")] or lines[-LAST_LINES:]
-    return f"{name}: {error.summary}{ended}; it said: {' / '.join(told)}; log: {server.log}"
+    return f"{name}: {error.summary}; it said: {' / '.join(told)}; log: {server.log}"
 
 
 def sample(count: int, total: int) -> list[int]:

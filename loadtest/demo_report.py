@@ -66,7 +66,7 @@ def table(result: Result) -> Table:
         f"{human_bytes(result.kv_bytes)} of KV cache for each server"
     )
     grid = Table(title=title, title_justify="left", box=HORIZONTALS, show_lines=True)
-    grid.padding = (0, 0, 0, 1)
+    grid.padding = 0
     grid.add_column("server")
     for heading in (
         "requests\nat once\n(predicted)", "re-\ntracted", "peak KV\nheld", "KV per\nrequest",
@@ -156,7 +156,7 @@ def by_hand(model: Path, policy: str, kv_bytes: int) -> list[str]:
         f"--kv-policy {shlex.quote(policy)} --kv-arena-bytes {kv_bytes}",
         "--device cpu --dtype float32 --port 30000",
     )
-    body = f'{{"model": "default", "prompt": "{PROMPT}", "max_tokens": 32}}'
+    body = f'{{"prompt": "{PROMPT}", "max_tokens": 32}}'
     ask = (
         "curl http://127.0.0.1:30000/v1/completions",
         "-H 'Content-Type: application/json'",

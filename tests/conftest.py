@@ -86,7 +86,8 @@ def server_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
                 alive[key].flush_cache()
                 return alive[key]
             log = logs / f"{len(list(logs.iterdir()))}.log"
-            server = Server(model_dir, *flags, env=env, log=log)
+            alone = "PYTEST_XDIST_WORKER" not in os.environ
+            server = Server(model_dir, *flags, env=env, log=log, threads=2 if alone else 1)
             alive[key] = stack.enter_context(server)
             return server
 

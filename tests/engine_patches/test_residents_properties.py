@@ -167,7 +167,7 @@ def run_alone(levels, size: int, prompt: int, answer: int, chunk: int) -> Engine
 
 @settings(stable, max_examples=200)
 @given(
-    policies(native=False),
+    policies(),
     st.sampled_from([4, 16]),
     st.integers(1, 120),
     st.integers(1, 40),
