@@ -70,7 +70,7 @@ class _Demo:
     def compare(self, contenders: Sequence[Contender], out: Path) -> Result:
         """Run each server, then check its answers while nothing else runs."""
         work = self.work
-        self._say("about 5 minutes on 2 idle cores; Ctrl-C stops everything")
+        self._say("about 6 minutes on 2 idle cores; Ctrl-C stops everything")
         prompts = work.prompts()
         rows: list[Row] = []
         baseline: list[TextCompletion] | None = None
@@ -88,7 +88,8 @@ class _Demo:
         with self._bar(f"{contender.name}: starting", len(prompts)) as (bar, task):
 
             def progress(answered: int, running: int) -> None:
-                text = f"{contender.name}: {running} running, {answered} answered"
+                now = f"{running} running" if running else "reading prompts"
+                text = f"{contender.name}: {now}, {answered} answered"
                 bar.update(task, description=text, completed=answered)
 
             measured, answers = measure(contender, self.work, prompts, log, progress)

@@ -18,7 +18,8 @@ from loadtest.servers import PAGE_SIZE, Server, ServerError, TextCompletion
 POLL_SECONDS = 0.2
 ATOL = 1e-4  # nats
 RETRACTIONS = "sglang:num_retracted_requests_total"
-LAST_LINES = 3
+LAST_LINES = 2
+LINE_CHARS = 160
 
 Progress = Callable[[int, int], None]
 """Called as ``progress(answered, running)`` while a server works."""
@@ -29,11 +30,12 @@ class Measured(msgspec.Struct, frozen=True):
 
     ``peak_running`` requests at once, as ``/v1/loads`` reported them; ``peak_pages`` are pages of
     16 tokens of one KV head, held by running requests; bytes are of K and V; ``seconds`` from the
-    first request sent to the last answer.
+    first request sent to the last answer. ``windows`` counts the policy's different windows.
     """
 
     name: str
     policy_id: str | None
+    windows: int
     predicted: int
     peak_running: int
     retractions: int
@@ -111,7 +113,7 @@ def _drive(
                 wait(futures, timeout=POLL_SECONDS, return_when=FIRST_EXCEPTION)
             answers = [future.result() for future in futures]
         except BaseException:
-            server.stop()  # the threads would wait for its answers
+            server.kill()  # the threads would wait for its answers
             raise
     progress(len(prompts), 0)
     return peak, answers
@@ -133,6 +135,7 @@ def _figures(
     return Measured(
         name=contender.name,
         policy_id=contender.policy_id,
+        windows=1 if contender.windows is None else len(contender.windows.levels()),
         predicted=contender.predicted,
         peak_running=peak.running,
         retractions=int(retracted),
@@ -148,8 +151,10 @@ def _figures(
 
 
 def _one_line(name: str, server: Server, error: ServerError) -> str:
-    lines = [line.strip() for line in server.log_tail(50).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("raggedkv:")] or lines[-LAST_LINES:]
+    lines = [line.strip()[:LINE_CHARS] for line in server.log_tail(50).splitlines()]
+    told = [line for line in lines if line.startswith("raggedkv:")]
+    told = told or [line for line in lines if line and "kill_process_tree" not in line]
+    told = told[-LAST_LINES:]
     return f"{name}: {error.summary}; it said: {' / '.join(told)}; log: {server.log}"
 
 

@@ -140,12 +140,13 @@ def _fidelity(ragged: Row) -> str:
     share += f"same throughout. Policy: {ragged.measured.policy_id}."
     if beside.same == beside.answers:
         return share
-    return (
-        "The windows do change what the model says: "
-        + share
-        + " A uniform window treats all heads alike, so it cuts heads that look far back; "
-        "choosing each head's window by calibration is what comes next."
-    )
+    text = "The windows do change what the model says: " + share
+    if ragged.measured.windows == 1:
+        text += (
+            " This policy treats all heads alike, so it also cuts those that look far back; "
+            "choosing each head's window by calibration is what comes next."
+        )
+    return text
 
 
 def by_hand(model: Path, policy: str, kv_bytes: int) -> list[str]:
@@ -179,6 +180,7 @@ def _python() -> str:
 def show(result: Result, policy: str, saved: Path, console: Console) -> None:
     """Print the table, the sentences, and the commands to go on with."""
     console.print(table(result))
+    console.print()
     for sentence in meaning(result):
         console.print(sentence)
         console.print()

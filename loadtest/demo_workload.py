@@ -75,6 +75,7 @@ def make_workload(
     Args:
         model: a demo model's name (fetched if absent) or a Hugging Face folder.
         kv_bytes: such as ``330MB``.
+        checks: answers to compare with the reference; more than ``requests`` means all.
 
     Raises:
         UserError: a value out of range, naming the flag and what is accepted.
@@ -82,11 +83,13 @@ def make_workload(
     _in_range("--requests", requests, 1, MAX_REQUESTS)
     _in_range("--prompt-tokens", prompt_tokens, 1)
     _in_range("--output-tokens", output_tokens, 1)
-    _in_range("--checks", checks, 0, requests)
+    _in_range("--checks", checks, 0)
     size = _policy_errors("--kv-bytes", parse_bytes, kv_bytes)
     folder = _model_folder(model)
     geometry = _policy_errors("--model", read_geometry, folder).with_kv_dtype_bytes(DTYPE_BYTES)
-    work = Workload(folder, geometry, size, requests, prompt_tokens, output_tokens, checks)
+    work = Workload(
+        folder, geometry, size, requests, prompt_tokens, output_tokens, min(checks, requests)
+    )
     if work.final_tokens > geometry.max_context:
         raise UserError(
             f"--prompt-tokens plus --output-tokens is {work.final_tokens}; "

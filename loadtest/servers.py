@@ -23,7 +23,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-START_TIMEOUT = 180.0  # seconds
+START_TIMEOUT = 300.0
 REQUEST_TIMEOUT = 600.0
 STOP_TIMEOUT = 10.0
 PAGE_SIZE = 16
@@ -249,6 +249,7 @@ class Server(Client):
         self._keep_log = log is not None
         self.start_seconds = 0.0
         self._process: subprocess.Popen | None = None
+        self._killed = False
 
     def __enter__(self) -> Server:
         began = time.monotonic()
@@ -280,12 +281,23 @@ class Server(Client):
         tail = self.log.read_text(errors="replace").splitlines()[-lines:]
         return "\n".join(line[:500] for line in tail)  # SGLang logs all its flags on one line
 
-    def stop(self) -> None:
-        """Kill the launcher and all it started: SIGTERM, then SIGKILL. Safe to repeat."""
+    def kill(self) -> None:
+        """End the launcher and all it started: SIGTERM, then SIGKILL. Safe to repeat.
+
+        Requests in flight in other threads then raise ServerError; the client stays open.
+        """
         atexit.unregister(self.stop)
-        self.close()
-        if self._process is not None:
+        if self._process is not None and not self._killed:
             _kill_tree(self._process)
+            self._killed = True  # its process id may be another's from now on
+
+    def stop(self) -> None:
+        """``kill``, close the client, and remove a log that nobody asked for. Safe to repeat.
+
+        In that order: a thread that waits on a socket is not woken by another one closing it.
+        """
+        self.kill()
+        self.close()
         if not self._keep_log:
             self.log.unlink(missing_ok=True)
 

@@ -21,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.harness.server import Server
 
-TEST_TIMEOUT = 300  # seconds
+TEST_TIMEOUT = 900  # seconds
 SLOW_TIMEOUT = 1500
 
 

@@ -74,8 +74,7 @@ def test_metrics_prove_the_policy(server, policy):
     pages = {s.labels["state"]: s.value for s in metrics["raggedkv:pages"]}
     assert pages["capacity"] > 0 and pages["pinned"] == 0
     units = {
-        (s.labels["window"], s.labels["sinks"]): s.value
-        for s in metrics["raggedkv:level_units"]
+        (s.labels["window"], s.labels["sinks"]): s.value for s in metrics["raggedkv:level_units"]
     }
     expected = {
         ("full" if level.is_full else str(level.window), str(level.sinks)): len(level.units)

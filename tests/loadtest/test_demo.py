@@ -57,7 +57,7 @@ def policy(model, tmp_path) -> str:
         (["--requests", "0"], "--requests 0 is not accepted: give 1 to 64"),
         (["--prompt-tokens", "0"], "--prompt-tokens 0 is not accepted: give at least 1"),
         (["--output-tokens", "-3"], "--output-tokens -3 is not accepted: give at least 1"),
-        (["--checks", "13"], "--checks 13 is not accepted: give 0 to 12"),
+        (["--checks", "-1"], "--checks -1 is not accepted: give at least 0"),
         (["--kv-bytes", "lots"], "--kv-bytes: size 'lots' not understood"),
         (["--kv-bytes", "50000"], "do not hold one request of 1764 tokens"),
         (["--prompt-tokens", "2000"], "is 2064; this model takes at most 2048"),
@@ -97,6 +97,10 @@ def test_predictions_are_the_bytes_over_the_largest_a_request_holds(model, polic
     tokens = int(dense.flags[dense.flags.index("--max-total-tokens") + 1])
     assert tokens == 1_000_000 // (UNITS * UNIT_TOKEN_BYTES) // 16 * 16
     assert windowed.flags == ("--kv-policy", policy, "--kv-arena-bytes", "1000000")
+
+
+def test_no_more_is_checked_than_was_sent(model):
+    assert make_workload(str(model), "1MB", 2, 480, 20, checks=4).checks == 2
 
 
 # -- measuring, against a server that only pretends ------------------------------------------------
@@ -208,11 +212,11 @@ def test_agreement_counts_tokens_before_the_first_other_one():
 # -- what it prints and writes ---------------------------------------------------------------------
 
 
-def result(equal: int = 4, same: int = 3) -> demo_report.Result:
+def result(equal: int = 4, same: int = 3, windows: int = 1) -> demo_report.Result:
     def row(name: str, policy_id, running: int, held: int, equal: int, same: int):
         measured = Measured(
-            name, policy_id, running, running, 0, 39_960, held * running, held, 123.4, 6.21, 30.0,
-            ["python"], "log",
+            name, policy_id, windows, running, running, 0, 39_960, held * running, held,
+            123.4, 6.21, 30.0, ["python"], "log",
         )  # fmt: skip
         checked = Checked(4, equal, 256, 64 * equal, 2e-5)
         return demo_report.Row(measured, checked, Agreement(12, same, 768, 64 * same))
@@ -243,6 +247,11 @@ def test_the_report_is_whole_at_its_widths(width):
 def test_the_report_owns_up_to_an_answer_that_is_not_its_references():
     assert "NOT every answer is equal" in " ".join(shown(result(equal=3), 80).split())
     assert "NOT every" not in shown(result(), 80)
+
+
+def test_only_a_uniform_policy_is_called_one():
+    assert "treats all heads alike" in " ".join(shown(result(), 80).split())
+    assert "treats all heads alike" not in " ".join(shown(result(windows=4), 80).split())
 
 
 def test_equal_answers_are_not_called_changed():
