@@ -235,9 +235,11 @@ def test_the_launcher_ends_with_one_line_and_leaves_nothing(name, tmp_path):
 
 
 def configurator(**changes) -> SimpleNamespace:
-    encoder_decoder = changes.pop("is_encoder_decoder", False)
+    model = {"is_encoder_decoder": False, "is_multimodal": False}
+    model |= {name: changes.pop(name) for name in tuple(changes) if name in model}
     plain = {
-        "model_config": SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        "model_config": SimpleNamespace(**model),
+        "post_capture_kv_active": False,
         "use_mla_backend": False,
         "mambaish_config": None,
         "is_hybrid_swa": False,
@@ -258,6 +260,8 @@ def test_a_plain_cache_passes(dtype):
         ({"mambaish_config": object()}, "recurrent layers"),
         ({"is_hybrid_swa": True}, "--disable-hybrid-swa-memory"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_multimodal": True}, "--enable-multimodal"),
+        ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn is not supported; use bf16"),
         ({"kv_cache_dtype": torch.float8_e5m2}, "float8_e5m2 is not supported; use bf16"),
         ({"kv_cache_dtype": torch.uint8}, "uint8 is not supported; use bf16"),
