@@ -28,7 +28,6 @@ class RaggedKVPool(MHATokenToKVPool):
             exit_refused(error)
 
     def _build(self, served: serving.Serving) -> None:
-        geometry = served.geometry
         self._check_matches(served)
         self.layout = ArenaLayout(
             num_pages=self._num_pages(served),
@@ -48,7 +47,6 @@ class RaggedKVPool(MHATokenToKVPool):
             on_free=self._poison if self.poison else None,
         )
         self.heads_of_level = _heads_of_level(served)
-        self.num_layers_served = len(geometry.attention_layers)
         served.pool = self
 
     def _check_matches(self, served: serving.Serving) -> None:
