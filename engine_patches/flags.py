@@ -1,28 +1,55 @@
-"""The command line: two flags, checked in the launching process before anything is loaded."""
+"""The command line: our flags, checked in the launching process before anything is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
+from collections.abc import Callable
+from typing import Any
 
 from engine_patches import register, serving
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.refusals import check_flags, check_geometry
-from kvpolicy.errors import KvPolicyError
+from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.plan import parse_bytes
+from kvpolicy.select import check_budget
 from kvpolicy.store import BUILT_IN
 
 logger = logging.getLogger(__name__)
 
 
+OPTIONS = ("kv_arena_bytes", "kv_policy_point", "kv_residency", "kv_residency_context")
+"""Flags that say how to serve a policy, so each needs ``--kv-policy``."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add RaggedKV's flags to SGLang's parser."""
+    """Add RaggedKV's flags to SGLang's parser.
+
+    Numbers are taken as text: argparse would answer a malformed one with a page of usage.
+    """
     group = parser.add_argument_group("RaggedKV")
     group.add_argument(
         "--kv-policy",
         metavar="DIR|NAME[@VERSION]|native|full",
         help="Serve with a KV cache whose size differs per layer and KV head, as this policy says.",
+    )
+    group.add_argument(
+        "--kv-policy-point",
+        metavar="NAME",
+        help="Operating point of the policy (default: the policy's own default).",
+    )
+    group.add_argument(
+        "--kv-residency",
+        metavar="SHARE",
+        help="Serve the point with the highest tau that keeps at most this share (0 to 1) of the "
+        "global layers' dense cache.",
+    )
+    group.add_argument(
+        "--kv-residency-context",
+        metavar="TOKENS",
+        help="Request length at which --kv-residency holds (default: the model's longest).",
     )
     group.add_argument(
         "--kv-arena-bytes",
@@ -39,11 +66,12 @@ def take_flags(args: argparse.Namespace) -> None:
     """
     if getattr(args, "kv_policy", None) is None:
         serving.hand_down(None)
-        if getattr(args, "kv_arena_bytes", None) is not None:
-            exit_refused(Refusal("--kv-arena-bytes needs --kv-policy"))
+        for option in OPTIONS:
+            if getattr(args, option, None) is not None:
+                exit_refused(Refusal(f"{_flag(option)} needs --kv-policy"))
         return
     try:
-        request = _request(args)
+        request = serving.settle(_request(args))
         check_flags(args)
         check_geometry(serving.start(request).geometry)
         register.install_engine()
@@ -64,24 +92,60 @@ def _turn_off_graphs(args: argparse.Namespace) -> None:
         setattr(args, field, "disabled")
 
 
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
 def _request(args: argparse.Namespace) -> serving.ServeRequest:
     register.check_version()
     if not args.model_path:
         raise Refusal("--kv-policy needs --model-path")
-    try:
-        size = None if args.kv_arena_bytes is None else parse_bytes(args.kv_arena_bytes)
-    except KvPolicyError as error:
-        raise Refusal(f"--kv-arena-bytes: {error}") from error
+    _check_choice(args)
     return serving.ServeRequest(
+        policy=args.kv_policy,
+        arena_bytes=_parsed(args, "kv_arena_bytes", parse_bytes),
+        point=args.kv_policy_point,
+        residency_budget=_parsed(args, "kv_residency", _share),
+        residency_context=_parsed(args, "kv_residency_context", _tokens),
         model=serving.model_folder(args.model_path, args.revision),
-        policy=_absolute(args.kv_policy),
-        arena_bytes=size,
     )
 
 
-def _absolute(policy: str) -> str:
-    """Child processes may run in another folder."""
-    from pathlib import Path
+def _check_choice(args: argparse.Namespace) -> None:
+    """The flags that choose a point must agree with the policy and each other. Raises Refusal."""
+    if args.kv_residency is not None and args.kv_policy_point is not None:
+        raise Refusal("--kv-residency chooses the point itself: drop it or --kv-policy-point")
+    if args.kv_residency_context is not None and args.kv_residency is None:
+        raise Refusal("--kv-residency-context needs --kv-residency")
+    for option in ("kv_residency", "kv_policy_point"):
+        if args.kv_policy in BUILT_IN and getattr(args, option) is not None:
+            raise Refusal(
+                f"{_flag(option)} does not work with the built-in policy {args.kv_policy}, which "
+                "has no points to choose from; drop it, or give a calibrated policy"
+            )
 
-    is_folder = policy not in BUILT_IN and Path(policy).is_dir()
-    return str(Path(policy).resolve()) if is_folder else policy
+
+def _parsed(args: argparse.Namespace, option: str, parse: Callable[[str], Any]) -> Any:
+    """The option's value, None if not given. Raises Refusal naming the flag if malformed."""
+    text = getattr(args, option)
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except KvPolicyError as error:
+        raise Refusal(f"{_flag(option)}: {error}") from error
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise PolicyError(f"{text!r} is not a share such as 0.5") from None
+    return check_budget(value)
+
+
+def _tokens(text: str) -> int:
+    # not int(): it would take 1_000 and other scripts' digits
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise PolicyError(f"{text!r} is not a number of tokens such as 32768")
+    return int(text)

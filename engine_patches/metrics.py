@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from engine_patches.proof import proof
 from engine_patches.serving import Serving
@@ -11,14 +12,23 @@ from engine_patches.serving import Serving
 INTERVAL_SECONDS = 0.5
 """A busy server publishes no more often than this; an idle one at once."""
 
+INFO_LABELS = ("point", "tau", "budget", "context")
+
+
+def _info_labels(state: dict[str, Any]) -> list[str]:
+    values = (state[name] for name in ("point", "tau", "budget", "residency_context"))
+    return ["" if value is None else str(value) for value in values]
+
 
 class Metrics:
     """Publishes what ``/server_info`` proves. Does nothing where SGLang's metrics are off.
 
     Series: ``raggedkv:pages{state}``, ``raggedkv:level_pages{window,sinks}``,
     ``raggedkv:level_units{window,sinks}``, ``raggedkv:running_requests``,
-    ``raggedkv:bytes_saved``, ``raggedkv:arena_bytes``, and ``raggedkv:<counter>_total``; each with
-    the label ``policy``.
+    ``raggedkv:bytes_saved``, ``raggedkv:arena_bytes``, ``raggedkv:residency`` and
+    ``raggedkv:<counter>_total``; each with the label ``policy``. ``raggedkv:policy_info`` is 1 and
+    names what is served in its labels ``point``, ``tau``, ``budget`` and ``context`` (empty where
+    there is none).
     """
 
     def __init__(self, served: Serving) -> None:
@@ -38,6 +48,7 @@ class Metrics:
             return
         self._published_at = now
         state = proof(self.served)
+        self._info.labels(self.served.policy_id, *_info_labels(state)).set(1)
         for name, pages in state["pages"].items():
             self._pages.labels(self.served.policy_id, name).set(pages)
         for level in state["levels"]:
@@ -60,6 +71,7 @@ class Metrics:
                 f"raggedkv:{name}", text, ("policy", *labels), multiprocess_mode="mostrecent"
             )
 
+        self._info = gauge("policy_info", "What is served (always 1).", *INFO_LABELS)
         self._pages = gauge("pages", "Physical pages of the arena by state.", "state")
         self._level_pages = gauge(
             "level_pages", "Live pages of one level, over its units.", "window", "sinks"
@@ -71,6 +83,7 @@ class Metrics:
             "requests": gauge("running_requests", "Requests that hold pages."),
             "bytes_saved": gauge("bytes_saved", "Bytes a dense cache would hold beyond ours."),
             "arena_bytes": gauge("arena_bytes", "Bytes of the K and V arena."),
+            "residency": gauge("residency", "Kept share of global layers at the info's context."),
         }
         self._counters = {
             name: Counter(f"raggedkv:{name}", f"Total: {name.replace('_', ' ')}.", ("policy",))

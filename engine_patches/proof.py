@@ -12,13 +12,12 @@ def proof(served: Serving) -> dict[str, Any]:
     """State of the served policy as plain JSON values; bytes are of K and V."""
     pool, allocator = served.pool, served.allocator
     if pool is None or allocator is None:
-        return {"policy": served.policy_id, "running": False}
+        return {**chosen(served), "running": False}
     ledger = allocator.ledger
     page = pool.layout.page_elements * pool.arena.element_size()
     held = ledger.held_by_level()
     return {
-        "policy": served.policy_id,
-        "point": served.resolved.point,
+        **chosen(served),
         "running": True,
         "units": served.geometry.num_units,
         "page_size": pool.page_size,
@@ -47,6 +46,22 @@ def proof(served: Serving) -> dict[str, Any]:
         "counters": {
             name: getattr(allocator.counters, name) for name in allocator.counters.__struct_fields__
         },
+    }
+
+
+def chosen(served: Serving) -> dict[str, Any]:
+    """Which windows are served and why.
+
+    ``residency`` is the exact share of the global layers' dense cache at ``residency_context``
+    tokens; ``budget`` is what ``--kv-residency`` allowed, None if no budget chose the point.
+    """
+    return {
+        "policy": served.policy_id,
+        "point": served.resolved.point,
+        "tau": served.tau,
+        "residency": served.residency,
+        "residency_context": served.residency_context,
+        "budget": served.request.residency_budget,
     }
 
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine_patches.errors import Refusal
+from kvpolicy.artifact import Artifact
 from kvpolicy.errors import KvPolicyError
-from kvpolicy.geometry import read_geometry
+from kvpolicy.geometry import ModelGeometry, read_geometry
+from kvpolicy.residency import residency
+from kvpolicy.select import check_context, select_point
 from kvpolicy.store import ResolvedPolicy, resolve
 from kvpolicy.windows import Level
 
@@ -36,12 +39,17 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checked request to serve with a policy.
 
     Fields: ``model`` folder with config.json; ``policy`` as given or an absolute artifact folder;
-    ``arena_bytes`` of the K and V arena, or None for SGLang's own memory budget.
+    ``arena_bytes`` of the K and V arena, or None for SGLang's own memory budget; ``point`` of the
+    policy, or None for its default; ``residency_budget`` (share of the dense cache of global
+    layers) and ``residency_context`` (tokens) if a budget chooses, or has chosen, the point.
     """
 
     model: str
     policy: str
     arena_bytes: int | None = None
+    point: str | None = None
+    residency_budget: float | None = None
+    residency_context: int | None = None
 
 
 class Serving:
@@ -51,17 +59,19 @@ class Serving:
         request: what was asked for.
 
     Raises:
-        Refusal: the policy is missing, damaged or made for another model.
+        Refusal: the policy is missing, damaged, made for another model or without that point.
     """
 
     def __init__(self, request: ServeRequest) -> None:
         self.request = request
         try:
             geometry = read_geometry(request.model)
-            self.resolved: ResolvedPolicy = resolve(request.policy, geometry)
+            self.resolved: ResolvedPolicy = resolve(request.policy, geometry, point=request.point)
+            self.residency_context = check_context(request.residency_context, geometry)
         except KvPolicyError as error:
             raise Refusal(str(error)) from error
         self.policy = self.resolved.policy
+        self.residency = residency(self.policy, geometry, self.residency_context)
         self.geometry = geometry
         self.pool: RaggedKVPool | None = None
         self.allocator: RaggedAllocator | None = None
@@ -72,6 +82,14 @@ class Serving:
     def policy_id(self) -> str:
         """``name@version``, or the built-in kind's name."""
         return self.resolved.policy_id
+
+    @property
+    def tau(self) -> float | None:
+        """Tau that the served windows were calibrated for, or None."""
+        artifact, point = self.resolved.artifact, self.resolved.point
+        if artifact is None or point is None:
+            return None
+        return artifact.manifest.points[artifact.manifest.point_index(point)].tau
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -115,6 +133,40 @@ def start(request: ServeRequest) -> Serving:
     global _current
     _current = Serving(request)
     return _current
+
+
+def settle(request: ServeRequest) -> ServeRequest:
+    """Decide in the launching process what every process shall serve.
+
+    A policy's name becomes its folder, and its default or a residency budget a point's name: no
+    child looks up or chooses anything itself.
+
+    Raises:
+        Refusal: as ``Serving``, or no point fits the budget.
+    """
+    try:
+        geometry = read_geometry(request.model)
+        resolved = resolve(request.policy, geometry, point=request.point)
+    except KvPolicyError as error:
+        raise Refusal(str(error)) from error
+    artifact, budget = resolved.artifact, request.residency_budget
+    if artifact is None:
+        return request
+    point = resolved.point
+    if budget is not None:
+        point = _choose(artifact, budget, request.residency_context, geometry)
+    folder = str(artifact.path.resolve())  # children may run in another folder
+    return msgspec.structs.replace(request, policy=folder, point=point)
+
+
+def _choose(artifact: Artifact, budget: float, context: int | None, geom: ModelGeometry) -> str:
+    flag = "--kv-residency-context"
+    try:
+        check_context(context, geom)
+        flag = "--kv-residency"
+        return select_point(artifact, budget, context, geom).point
+    except KvPolicyError as error:
+        raise Refusal(f"{flag}: {error}") from error
 
 
 def hand_down(request: ServeRequest | None) -> None:

@@ -38,13 +38,30 @@ def startup_table(served: Serving, logical_tokens: int) -> str:
         now = peak_bytes(served.levels, served.geometry, context, PAGE_SIZE)
         cells = (f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now))
         table.add_row(str(context), *cells)
-    lines = [_render(table), _levels_line(served), _capacity_line(served, logical_tokens)]
+    lines = [
+        _render(table),
+        _point_line(served),
+        _levels_line(served),
+        _capacity_line(served, logical_tokens),
+    ]
     return "\n".join(lines)
 
 
 def _title(served: Serving) -> str:
     point = f", point {served.resolved.point}" if served.resolved.point else ""
     return f"RaggedKV serves policy {served.policy_id}{point}"
+
+
+def _point_line(served: Serving) -> str:
+    """Which matrix is served, what it keeps, and what chose it."""
+    tau = "" if served.tau is None else f"tau {served.tau:g}, "
+    name = "" if served.resolved.point is None else f"point {served.resolved.point}: "
+    budget = served.request.residency_budget
+    chosen = "" if budget is None else f", chosen by --kv-residency {budget:g}"
+    share = (
+        f"residency {served.residency:.2%} of global layers at {served.residency_context} tokens"
+    )
+    return f"{name}{tau}{share}{chosen}"
 
 
 def _contexts(longest: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""``python -m kvpolicy``: make, show, verify and list policies, and plan capacity."""
+"""``python -m kvpolicy``: make, show, compare and choose policies, and plan capacity."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,17 @@ from kvpolicy import render
 from kvpolicy.artifact import (
     Artifact,
     PointSpec,
+    folder_name,
     load_artifact,
     write_artifact,
 )
+from kvpolicy.diff import compare
 from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.geometry import ModelGeometry, read_geometry
 from kvpolicy.plan import make_plan, parse_bytes, with_served_dtype
+from kvpolicy.render_diff import diff_view
+from kvpolicy.render_points import checked_text, selection_view
+from kvpolicy.select import select_point
 from kvpolicy.store import BUILT_IN, find_folders, resolve, search_roots
 from kvpolicy.windows import WindowPolicy
 
@@ -38,11 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns 0, or 2 after one line on stderr for bad input."""
     args = build_parser().parse_args(argv)
     try:
-        args.command(args)
+        return args.command(args) or 0
     except KvPolicyError as error:
-        print(f"kvpolicy: {' '.join(str(error).split())}", file=sys.stderr)
+        _complain(error)
         return EXIT_BAD_INPUT
-    return 0
+
+
+def _complain(error: KvPolicyError) -> None:
+    print(f"kvpolicy: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,9 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_new(commands)
     _add_plan(commands)
-    show = _add(commands, "show", show_command, "print levels, windows and residency of a policy")
-    show.add_argument("policy", help="artifact folder, or name[@version]")
-    show.add_argument("--model", metavar="DIR", help="model folder, needed to look up by name")
+    _add_select(commands)
+    _add_diff(commands)
+    text = "print how a policy was made, its points, windows and residency"
+    show = _add(commands, "show", show_command, text)
+    show.add_argument("policy", help=_POLICY_HELP)
+    show.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
     show.add_argument("--point", help="operating point (default: the policy's default)")
     verify = _add(commands, "verify", verify_command, "check an artifact's hashes and contents")
     verify.add_argument("policy", metavar="DIR", help="artifact folder")
@@ -61,6 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     listing = _add(commands, "list", list_command, "list the policies that can be found by name")
     listing.add_argument("--root", metavar="DIR", action="append", help="search here instead")
     return parser
+
+
+_POLICY_HELP = "artifact folder, or name[@version]"
+_MODEL_HELP = "model folder, needed to look up by name"
 
 
 def _add(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
@@ -94,6 +108,29 @@ def _add_plan(commands) -> None:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
+def _add_select(commands) -> None:
+    text = "choose the point whose residency fits a budget, as --kv-residency does when serving"
+    select = _add(commands, "select", select_command, text)
+    select.add_argument("--policy", metavar="P", required=True, help=_POLICY_HELP)
+    select.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
+    share = "share of the global layers' dense cache, above 0 and at most 1"
+    select.add_argument("--residency", type=float, metavar="X", required=True, help=share)
+    context = "tokens a request (default: the model's longest)"
+    select.add_argument("--context", type=int, metavar="N", help=context)
+    select.add_argument("--json", action="store_true", help="print the choice as JSON")
+
+
+def _add_diff(commands) -> None:
+    text = "compare two policies, or with --against two points of one"
+    diff = _add(commands, "diff", diff_command, text)
+    diff.add_argument("a", metavar="A", help=_POLICY_HELP)
+    diff.add_argument("b", metavar="B", nargs="?", help="the other policy (default: A itself)")
+    diff.add_argument("--point", metavar="X", help="point of A, and of B without --against")
+    diff.add_argument("--against", metavar="Y", help="point of B")
+    diff.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
+    diff.add_argument("--json", action="store_true", help="print the comparison as JSON")
+
+
 def new_command(args: argparse.Namespace) -> None:
     """Write an artifact and print its folder."""
     geom = read_geometry(args.model)
@@ -103,18 +140,11 @@ def new_command(args: argparse.Namespace) -> None:
         raise PolicyError(f"policy name {name!r} is taken by a built-in policy; choose another")
     path = write_artifact(
         args.out,
-        model_name=_model_name(args.model),
+        model_name=folder_name(args.model),
         name=name,
         points=[PointSpec("default", policy)],
     )
     print(path)
-
-
-def _model_name(folder: str) -> str:
-    """Folder name of a model as a policy store spells it: lower case, odd characters dashed."""
-    return (
-        re.sub(r"[^a-z0-9._-]+", "-", Path(folder).resolve().name.lower()).strip("-._") or "model"
-    )
 
 
 def _new_policy(args: argparse.Namespace, geom: ModelGeometry) -> WindowPolicy:
@@ -132,43 +162,86 @@ def _default_name(args: argparse.Namespace, policy: WindowPolicy) -> str:
 
 
 def show_command(args: argparse.Namespace) -> None:
-    """Print an artifact's levels, windows and residency."""
-    render.make_console().print(render.artifact_view(_find(args), args.point))
+    """Print how an artifact was made, its points, levels, windows and residency."""
+    artifact = _find(args.policy, _geometry(args))
+    render.make_console().print(render.artifact_view(artifact, args.point))
 
 
-def _find(args: argparse.Namespace) -> Artifact:
-    geom = read_geometry(args.model) if args.model else None
-    if Path(args.policy).is_dir():
-        return load_artifact(args.policy, geom)
+def _geometry(args: argparse.Namespace) -> ModelGeometry | None:
+    return read_geometry(args.model) if args.model else None
+
+
+def _find(spec: str, geom: ModelGeometry | None) -> Artifact:
+    if Path(spec).is_dir():
+        return load_artifact(spec, geom)
     if geom is None:
-        raise PolicyError(f"no folder {args.policy}; to look a policy up by name give --model DIR")
-    found = resolve(args.policy, geom).artifact
+        raise PolicyError(f"no folder {spec}; to look a policy up by name give --model DIR")
+    found = resolve(spec, geom).artifact
     if found is None:
-        raise PolicyError(f"{args.policy!r} is built in; write it with new --kind to show it")
+        raise PolicyError(f"{spec!r} is built in and has no points; new --kind {spec} writes it")
     return found
+
+
+def select_command(args: argparse.Namespace) -> None:
+    """Print every point at a context and the one that a budget picks."""
+    geom = _geometry(args)
+    artifact = _find(args.policy, geom)
+    selection = select_point(artifact, args.residency, args.context, geom)
+    if args.json:
+        _print_json(selection)
+    else:
+        render.make_console().print(selection_view(selection))
+
+
+def diff_command(args: argparse.Namespace) -> None:
+    """Print what differs between two points."""
+    if args.b is None and args.against is None:
+        raise PolicyError("diff needs a second policy, or --against POINT to compare within one")
+    geom = _geometry(args)
+    a = _find(args.a, geom)
+    b = a if args.b is None else _find(args.b, geom)
+    # within one policy, --point names A's side only
+    point_b = args.against if args.against is not None else args.point
+    found = compare(a, b, args.point, point_b)
+    if args.json:
+        _print_json(found)
+    else:
+        render.make_console().print(diff_view(found), soft_wrap=found.identical)
+
+
+def _print_json(record: msgspec.Struct) -> None:
+    print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
 
 
 def verify_command(args: argparse.Namespace) -> None:
     """Verify an artifact and print what was checked."""
-    geom = read_geometry(args.model) if args.model else None
+    geom = _geometry(args)
     artifact = load_artifact(args.policy, geom)
     fits = f", fits {args.model}" if geom else ""
     files = len(artifact.manifest.files)
-    print(f"ok: {artifact.policy_id}, {files} file hash(es), version and geometry match{fits}")
+    print(
+        f"ok: {artifact.policy_id}, {files} file hash(es), version, geometry and recorded "
+        f"residency of {len(artifact.manifest.points)} point(s) match"
+        f"{checked_text(artifact)}{fits}"
+    )
     recorded = artifact.manifest.model.config_hash
     if geom is not None and geom.config_hash != recorded:
         print("note: same geometry, but another config.json than the policy was made with")
 
 
-def list_command(args: argparse.Namespace) -> None:
-    """Print every policy under the search roots; damaged ones are an error."""
+def list_command(args: argparse.Namespace) -> int:
+    """Print every policy under the search roots, then a line for each damaged one."""
     roots = [Path(root) for root in args.root] if args.root else search_roots()
-    rows = []
+    whole, damaged = [], []
     for folder in find_folders(roots):
-        artifact = load_artifact(folder)
-        points = ", ".join(point.name for point in artifact.manifest.points)
-        rows.append((folder, artifact.manifest.model.name, artifact.policy_id, points))
-    render.make_console().print(render.artifacts_table(rows))
+        try:
+            whole.append(load_artifact(folder))
+        except KvPolicyError as error:
+            damaged.append(error)
+    render.make_console().print(render.artifacts_table(whole))
+    for error in damaged:
+        _complain(error)
+    return EXIT_BAD_INPUT if damaged else 0
 
 
 def plan_command(args: argparse.Namespace) -> None:
@@ -185,7 +258,7 @@ def plan_command(args: argparse.Namespace) -> None:
         page_size=args.page_size,
     )
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
+        _print_json(plan)
     else:
         render.make_console().print(render.plan_view(plan, geom))
 

@@ -99,6 +99,12 @@ def check_name(name: str, what: str = "policy name") -> str:
     return name
 
 
+def folder_name(model_dir: str | Path) -> str:
+    """A model folder's name as artifacts spell it: lower case, odd characters dashed."""
+    name = Path(model_dir).resolve().name.lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")[:64] or "model"
+
+
 def write_artifact(
     root: str | Path,
     *,

@@ -20,6 +20,7 @@ from kvpolicy.windows import FULL, WindowPolicy
 KV_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS |= {"kB": 1000}  # as the SI and ``render.human_bytes`` write it
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 # where a search for the longest context stops when nothing grows any more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.text import Text
 from kvpolicy.artifact import RESIDENCY_CONTEXTS, Artifact
 from kvpolicy.geometry import LayerKind, ModelGeometry
 from kvpolicy.plan import Plan, Prediction
+from kvpolicy.render_points import calibration_text, points_table, tau_range
 from kvpolicy.residency import page_residency, residency
 from kvpolicy.windows import FULL, WindowPolicy
 
@@ -136,10 +136,14 @@ def artifact_view(artifact: Artifact, point: str | None) -> Group:
     head = (
         f"policy {artifact.policy_id} for {manifest.model.name}, {origin}\n"
         f"{geometry_line(artifact.geometry)}\n"
-        f"points: {names}; shown: {point or manifest.default_point}"
+        f"points: {names}; windows shown: {point or manifest.default_point}"
     )
-    parts: list[RenderableType] = [
-        Text(head),
+    parts: list[RenderableType] = [Text(head)]
+    if manifest.calibration is not None:
+        parts.append(calibration_text(manifest.calibration, tuple(manifest.files)))
+    if manifest.calibration is not None or len(manifest.points) > 1:
+        parts.append(points_table(artifact))
+    parts += [
         levels_table(policy),
         matrix_text(policy),
         residency_table(policy),
@@ -147,13 +151,19 @@ def artifact_view(artifact: Artifact, point: str | None) -> Group:
     return Group(*parts)
 
 
-def artifacts_table(artifacts: Sequence[tuple[Path, str, str, str]]) -> Table:
-    """Rows of (folder, model, policy id, points)."""
+def artifacts_table(artifacts: Sequence[Artifact]) -> Table:
+    """One row an artifact: what it is, for which model, and how it was made."""
     table = Table(title="policies", title_justify="left")
-    for column in ("policy", "model", "points", "folder"):
+    table.add_column("policy", no_wrap=True)
+    for column in ("model", "made by", "tau", "points", "folder"):
         table.add_column(column, overflow="fold")
-    for folder, model, policy_id, points in artifacts:
-        table.add_row(policy_id, model, points, str(folder))
+    for artifact in artifacts:
+        manifest = artifact.manifest
+        calibration = manifest.calibration
+        method = "not calibrated" if calibration is None else calibration.method
+        points = f"{len(manifest.points)}, default {manifest.default_point}"
+        cells = (artifact.policy_id, manifest.model.name, method, tau_range(manifest), points)
+        table.add_row(*cells, str(artifact.path))
     return table
 
 

@@ -19,6 +19,7 @@ from engine_patches.refusals import (
     check_geometry,
 )
 from kvpolicy.geometry import geometry_from_config
+from tests.engine_patches import point_policies
 from tests.engine_patches.launching import Outcome, launch, parse_many
 
 # Command lines that must be refused, by the flag they are refused for.
@@ -129,12 +130,88 @@ def label(argv: list[str]) -> str:
     return " ".join(argv) or "none"
 
 
+POINTS = "{points}"
+"""Stands for the folder of a policy with two points."""
+
 BAD_CASES = [(flag, argv) for flag, lines in BAD.items() for argv in lines]
 ODD_CASES = {  # flags of our own, and models: arguments, and what the refusal must say
     "arena_without_policy": (["--kv-arena-bytes", "1GiB"], "--kv-arena-bytes needs --kv-policy"),
     "arena_not_a_size": (["--kv-policy", "full", "--kv-arena-bytes", "lots"], "--kv-arena-bytes: "),
     "unknown_policy": (["--kv-policy", "no-such"], "no policy 'no-such'"),
     "missing_folder": (["--kv-policy", "/no/such/folder"], "/no/such/folder"),
+    "point_without_policy": (["--kv-policy-point", "p"], "--kv-policy-point needs --kv-policy"),
+    "share_without_policy": (["--kv-residency", "0.5"], "--kv-residency needs --kv-policy"),
+    "context_without_policy": (
+        ["--kv-residency-context", "64"],
+        "--kv-residency-context needs --kv-policy",
+    ),
+    "context_without_share": (
+        ["--kv-policy", POINTS, "--kv-residency-context", "64"],
+        "--kv-residency-context needs --kv-residency",
+    ),
+    "point_and_share": (
+        ["--kv-policy", POINTS, "--kv-policy-point", "tau-0.9", "--kv-residency", "0.5"],
+        "--kv-residency chooses the point itself: drop it or --kv-policy-point",
+    ),
+    "share_of_native": (
+        ["--kv-policy", "native", "--kv-residency", "0.5"],
+        "--kv-residency does not work with the built-in policy native",
+    ),
+    "share_of_full": (
+        ["--kv-policy", "full", "--kv-residency", "0.5"],
+        "--kv-residency does not work with the built-in policy full",
+    ),
+    "point_of_full": (
+        ["--kv-policy", "full", "--kv-policy-point", "p"],
+        "--kv-policy-point does not work with the built-in policy full",
+    ),
+    "unknown_point": (
+        ["--kv-policy", POINTS, "--kv-policy-point", "odd"],
+        "has no point 'odd'; it has: tau-0.9, tau-0.99",
+    ),
+    "share_too_small": (
+        ["--kv-policy", POINTS, "--kv-residency", "0.02"],
+        "--kv-residency: no point of made@",
+    ),
+    "smallest_share": (
+        ["--kv-policy", POINTS, "--kv-residency", "0.02"],
+        "fits residency 0.02 at 512 tokens; the smallest is 0.031250 (point tau-0.9)",
+    ),
+    **{
+        f"share_{share}": (
+            ["--kv-policy", POINTS, "--kv-residency", share],
+            f"--kv-residency: residency must be a number above 0 and at most 1, found {found}",
+        )
+        for share, found in {
+            "0": "0.0", "-0.5": "-0.5", "1.01": "1.01", "50": "50.0", "nan": "nan", "inf": "inf",
+        }.items()
+    },
+    **{
+        f"share_text_{share}": (
+            ["--kv-policy", POINTS, "--kv-residency", share],
+            f"--kv-residency: {share!r} is not a share such as 0.5",
+        )
+        for share in ("half", "50%", "0,5")
+    },
+    **{
+        f"context_{context}": (
+            ["--kv-policy", POINTS, "--kv-residency", "0.5", "--kv-residency-context", context],
+            f"--kv-residency-context: {context!r} is not a number of tokens such as 32768",
+        )
+        for context in ("0", "-1", "8k", "512.5", "1_00")
+    },
+    "context_too_long": (
+        ["--kv-policy", POINTS, "--kv-residency", "0.5", "--kv-residency-context", "513"],
+        "--kv-residency-context: context must be 1 to 512 tokens (the model's longest), found 513",
+    ),
+}  # fmt: skip
+
+
+CHOICES = {  # ways to choose a point that are accepted
+    "point": ["--kv-policy-point", "tau-0.9"],
+    "share": ["--kv-residency", "0.5"],
+    "whole_share": ["--kv-residency", "1"],
+    "share_at_context": ["--kv-residency=.25", "--kv-residency-context=512"],
 }
 
 
@@ -150,7 +227,11 @@ def parsed(llama, tmp_path_factory) -> dict[str, Outcome]:
     served = ["--model-path", llama, "--kv-policy", "full"]
     cases = {label(argv): [*served, *argv] for _, argv in BAD_CASES}
     cases |= {label(argv): [*served, *argv] for argv in GOOD}
-    cases |= {name: ["--model-path", llama, *argv] for name, (argv, _) in ODD_CASES.items()}
+    made = str(point_policies.two_points(llama, folder / "policies"))
+    for name, (argv, _) in ODD_CASES.items():
+        cases[name] = ["--model-path", llama, *(made if arg == POINTS else arg for arg in argv)]
+    for name, argv in CHOICES.items():
+        cases[name] = ["--model-path", llama, "--kv-policy", made, *argv]
     for name, (config, _) in MODELS.items():
         cases[name] = ["--model-path", config_dir(folder / name, config), "--kv-policy", "full"]
     weights = folder / "model.gguf"
@@ -160,6 +241,9 @@ def parsed(llama, tmp_path_factory) -> dict[str, Outcome]:
     config = folder / "flags.yaml"
     config.write_text("kv-policy: full\ntp-size: 2\n")
     cases["config_file"] = ["--model-path", llama, "--config", config]
+    shares = folder / "shares.yaml"
+    shares.write_text(f"kv-policy: {made}\nkv-residency: 1.5\n")
+    cases["config_file_share"] = ["--model-path", llama, "--config", shares]
     return dict(zip(cases, parse_many(list(cases.values()), folder), strict=True))
 
 
@@ -196,8 +280,14 @@ def test_our_own_flags_are_checked(parsed, name):
     assert ODD_CASES[name][1] in parsed[name].refused()
 
 
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_point_may_be_chosen(parsed, name):
+    assert (parsed[name].returncode, parsed[name].refusals) == (0, []), parsed[name].stderr
+
+
 def test_flags_of_a_config_file_are_checked(parsed):
     assert "--tp-size 2" in parsed["config_file"].refused()
+    assert "--kv-residency: residency must be" in parsed["config_file_share"].refused()
 
 
 # -- models ------------------------------------------------------------------------------------

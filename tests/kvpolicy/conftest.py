@@ -1,4 +1,4 @@
-"""Configs of real model families, as published, cut to the keys that matter."""
+"""Configs of real model families, as published, cut to the keys that matter; a calibration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvpolicy.artifact import PointSpec, write_artifact
+from kvpolicy.evidence import Evidence, HeldOut, calibratable, to_files
 from kvpolicy.geometry import ModelGeometry, geometry_from_config
+from kvpolicy.manifest import CalibrationRecord
+from kvpolicy.windows import FULL, WindowPolicy
 
 _SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -203,5 +208,65 @@ def model_dir(config, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config(name, **changes)))
         return folder
+
+    return make
+
+
+CODEBOOK = (64, 256, 1024)
+TAUS = {"tau-0.95": 0.95, "tau-0.99": 0.99, "tau-0.995": 0.995}
+
+
+class Calibrated:
+    """A made-up calibration of a model: windows, evidence and losses that fit each other.
+
+    Point i gives head h of layer l the candidate ``steps[i, l, h]`` (len(CODEBOOK) is full); the
+    mean cosine of a candidate is tau + 0.001 * (its place - the chosen one's) + 0.0005.
+    """
+
+    def __init__(self, geom: ModelGeometry, seed: int = 0) -> None:
+        self.geom = geom
+        rng = np.random.default_rng(seed)
+        mask = calibratable(geom)
+        first = rng.integers(0, 2, size=mask.shape)
+        self.steps = np.stack([first, first + 1, first + 1 + (rng.random(mask.shape) < 0.5)])
+        sizes = np.array([*CODEBOOK, FULL], dtype=np.int32)
+        native = WindowPolicy.native(geom).windows
+        self.windows = np.where(mask, sizes[self.steps], native)
+        places = np.arange(len(CODEBOOK)) - self.steps[..., None]
+        taus = np.array(list(TAUS.values())).reshape(-1, 1, 1, 1)
+        self.cosine = np.where(mask[..., None], taus + 0.001 * places + 0.0005, np.nan)
+        self.record = CalibrationRecord(
+            "seqcalib", {"bible": "ab" * 32, "code": "cd" * 32}, 5, 10240, seed, "ef" * 20,
+            {"length": 2048, "codebook": list(CODEBOOK)},
+        )  # fmt: skip
+        self.held_out = HeldOut({"moby-dick": "12" * 32}, 3, 6000, 3.0, {"tau-0.99": 3.0125})
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(CODEBOOK, self.cosine, np.array([3000, 2000, 1000]))
+
+    def files(self) -> dict[str, bytes]:
+        """Evidence, losses and a report."""
+        return to_files(self.evidence, self.held_out) | {"report.html": b"<p>windows</p>"}
+
+    def write(self, root: Path, extra: dict | None = None, files: dict | None = None) -> Path:
+        """Write an artifact with ``files`` (default: all) and ``extra``; returns its folder."""
+        points = [
+            PointSpec(point, WindowPolicy(self.geom, windows, 4), tau, tau + 0.001)
+            for (point, tau), windows in zip(TAUS.items(), self.windows, strict=True)
+        ]
+        kept = (self.files() if files is None else files) | (extra or {})
+        return write_artifact(
+            root, model_name="model", name="seqcalib", points=points, default_point="tau-0.99",
+            calibration=self.record, extra_files=kept,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def calibrated(geometry):
+    """Factory: a made-up calibration of a named config."""
+
+    def make(name: str = "smollm2", seed: int = 0) -> Calibrated:
+        return Calibrated(geometry(name), seed)
 
     return make

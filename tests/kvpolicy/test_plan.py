@@ -7,6 +7,7 @@ import pytest
 
 from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.plan import longest_context, make_plan, parse_bytes, with_served_dtype
+from kvpolicy.render import human_bytes
 from kvpolicy.windows import FULL, WindowPolicy
 
 # Qwen3.6-27B-like, by hand: 16 global layers of 4 kv heads; K and V of 256 bf16 numbers.
@@ -168,6 +169,9 @@ def test_impossible_plans_are_refused(options, message, geometry):
         ("512", 512),
         ("7 MB", 7 * 10**6),
         ("3KiB", 3072),
+        ("50kB", 50_000),
+        ("50 KB", 50_000),
+        ("1.5kB", 1500),
         ("2TB", 2 * 10**12),
         ("0", 0),
     ],
@@ -176,7 +180,14 @@ def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "80G", "80gb", "-1GB", "1e9", "80 GB x", "1.GB"])
+@pytest.mark.parametrize("count", [0, 999, 1500, 50_000, 2_340_000, 7 * 10**9, 3 * 10**12])
+def test_sizes_are_read_as_they_are_printed(count):
+    assert parse_bytes(human_bytes(count)) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "80G", "80kiB", "80gb", "-1GB", "1e9", "80 GB x", "1.GB"]
+)
 def test_bad_sizes(text):
     with pytest.raises(PolicyError, match=r"not understood; use e\.g\. 80GB, 80GiB"):
         parse_bytes(text)
