@@ -85,7 +85,7 @@ def make_workload(
     _in_range("--output-tokens", output_tokens, 1)
     _in_range("--checks", checks, 0)
     size = _policy_errors("--kv-bytes", parse_bytes, kv_bytes)
-    folder = _model_folder(model)
+    folder = model_folder(model)
     geometry = _policy_errors("--model", read_geometry, folder).with_kv_dtype_bytes(DTYPE_BYTES)
     work = Workload(
         folder, geometry, size, requests, prompt_tokens, output_tokens, min(checks, requests)
@@ -133,7 +133,7 @@ def _in_range(flag: str, value: int, low: int, high: int | None = None) -> None:
         raise UserError(f"{flag} {value} is not accepted: give {accepted}")
 
 
-def _model_folder(model: str) -> Path:
+def model_folder(model: str) -> Path:
     if model in SPECS:
         return ensure_model(model)
     folder = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""Adds ``--kv-policy`` and ``--kv-arena-bytes`` to SGLang's command line."""
+"""Adds RaggedKV's ``--kv-*`` flags to SGLang's command line."""
 
 from sglang.srt.plugins.hook_registry import HookType
 

@@ -1,0 +1,219 @@
+"""Ray: connect, place workers, call them all, and replace the ones that die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+
+from calib_cluster.errors import CalibrationError
+from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
+
+REACH_TIMEOUT = 5.0
+START_TIMEOUT = 120.0
+HEARTBEAT = 30.0  # seconds without news before the log says that work goes on
+MAX_RESTARTS = 3  # of one worker within one call
+
+
+@contextlib.contextmanager
+def connected(address: str | None, workers: int, threads: int, gpus: float) -> Iterator[None]:
+    """A Ray connection that has room for the workers.
+
+    Args:
+        address: ``host:port`` or ``auto``; None uses $RAY_ADDRESS (set inside ``ray job submit``),
+            else starts a local cluster for as long as the context lasts.
+
+    Raises:
+        CalibrationError: the cluster cannot be reached or is too small.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:
+        gpu = {"num_gpus": None if gpus else 0}
+        options |= {"num_cpus": workers * threads, "include_dashboard": False, **gpu}
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    else:
+        _check_reachable(address)
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise CalibrationError(f"Ray at {address or 'local'}: {_first_line(error)}") from error
+    try:
+        _check_room(workers, threads, gpus)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise CalibrationError(
+            f"--address {address!r} is not accepted: give host:port of a running head node "
+            "(ray start --head prints it) or auto; http://... is for ray job submit"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT).close()
+    except OSError as error:
+        raise CalibrationError(
+            f"Ray is not reachable at {address} ({error.strerror or error}); start it with "
+            "'ray start --head', or leave --address out for a local cluster"
+        ) from error
+
+
+def _check_room(workers: int, threads: int, gpus: float) -> None:
+    has = ray.cluster_resources()
+    wants = {"CPU": workers * threads, "GPU": workers * gpus}
+    for kind, count in wants.items():
+        if count > has.get(kind, 0):
+            flag = "--threads-per-worker" if kind == "CPU" else "--gpus-per-worker"
+            raise CalibrationError(
+                f"--workers {workers} with {flag} {threads if kind == 'CPU' else f'{gpus:g}'} "
+                f"take {count:g} {kind}s; the Ray cluster has {has.get(kind, 0):g}"
+            )
+
+
+class Pool:
+    """Workers with disjoint shards, called together; results come in worker order.
+
+    A worker that dies is replaced, told everything the old one was told (``history``), and asked
+    again: its answers are the same, since a worker's state follows from what it was told.
+
+    Args:
+        spec: what each worker loads.
+        count: number of workers.
+        say: takes one line for the log.
+    """
+
+    def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
+        self._spec, self._say = spec, say
+        remote = ray.remote(CalibrationWorker)
+        self._make = remote.options(num_cpus=spec.threads, num_gpus=spec.gpus).remote
+        self._workers = [self._make(spec) for _ in range(count)]
+        self._history: list[list[tuple[str, tuple]]] = [[] for _ in range(count)]
+        self._restarts = 0
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return len(self._workers)
+
+    def probe(self) -> list[Probe]:
+        """Where the workers are. Raises CalibrationError if they do not start in time."""
+        return self.call("probe", timeout=START_TIMEOUT)
+
+    def tell(self, method: str, arguments: Sequence[tuple]) -> None:
+        """Change every worker's state: worker i gets ``arguments[i]``."""
+        self.call(method, arguments)
+        for history, args in zip(self._history, arguments, strict=True):
+            history.append((method, args))
+
+    def call(
+        self, method: str, arguments: Sequence[tuple] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Ask every worker; worker i gets ``arguments[i]`` (default: none).
+
+        Raises:
+            CalibrationError: a worker refused, died too often, or (with ``timeout``, seconds) did
+                not answer.
+        """
+        args = arguments if arguments is not None else [()] * self.count
+        pending = {self._send(i, method, args[i]): i for i in range(self.count)}
+        results: list[Any] = [None] * self.count
+        deaths = [0] * self.count
+        began = time.monotonic()
+        while pending:
+            ready, _ = ray.wait(list(pending), timeout=min(HEARTBEAT, timeout or HEARTBEAT))
+            waited = time.monotonic() - began
+            if not ready and timeout is not None and waited > timeout:
+                raise CalibrationError(
+                    f"{len(pending)} of {self.count} workers did not start within {timeout:.0f} s; "
+                    "'ray status' shows what the cluster is short of"
+                )
+            if not ready:
+                self._say(f"  {len(pending)} of {self.count} workers busy for {waited:.0f} s")
+            for reference in ready:
+                i = pending.pop(reference)
+                try:
+                    results[i] = ray.get(reference)
+                except (RayActorError, OutOfMemoryError) as error:
+                    deaths[i] += 1
+                    self._replace(i, method, deaths[i], error)
+                    pending[self._send(i, method, args[i])] = i
+                except RayTaskError as error:
+                    raise _refusal(error) from error
+        return results
+
+    def _send(self, i: int, method: str, args: tuple) -> ray.ObjectRef:
+        return getattr(self._workers[i], method).remote(*args)
+
+    def _replace(self, i: int, method: str, deaths: int, error: Exception) -> None:
+        """Start worker i anew and repeat its history. The calls are queued, not awaited."""
+        why = "out of memory" if isinstance(error, OutOfMemoryError) else "died"
+        if deaths > MAX_RESTARTS:
+            raise CalibrationError(
+                f"worker {i} {why} {deaths} times in '{method}'; what is done so far is kept, "
+                "--resume continues it"
+            ) from error
+        self._restarts += 1
+        self._say(f"  worker {i} {why} in '{method}'; replaced, its shard is computed again")
+        self._workers[i] = self._make(self._spec)
+        for past, args in self._history[i]:
+            self._send(i, past, args)
+
+    def usage(self) -> list[Usage]:
+        """What each (present) worker has used."""
+        return self.call("usage")
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker was replaced."""
+        return self._restarts
+
+
+def _refusal(error: RayTaskError) -> Exception:
+    """What a worker raised: its own CalibrationError, or a bug with its traceback."""
+    cause = error.cause
+    if isinstance(cause, CalibrationError):
+        return CalibrationError(str(cause))
+    if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+        return CalibrationError(f"a worker ran out of memory: {_first_line(cause)}")
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
+
+
+class NodeMemory(msgspec.Struct, frozen=True):
+    """Workers of one node beside its free memory, in bytes."""
+
+    node: str
+    workers: int
+    available: int
+
+
+def memory_by_node(probes: Sequence[Probe]) -> list[NodeMemory]:
+    """Free memory of every node (or, with GPUs, of every worker's own device)."""
+    if probes and probes[0].device != "cpu":
+        return [NodeMemory(f"{p.node} ({p.device})", 1, p.available) for p in probes]
+    nodes: dict[str, list[Probe]] = {}
+    for probe in probes:
+        nodes.setdefault(probe.node, []).append(probe)
+    # what libraries already take is part of the estimate, so it counts as available
+    return [
+        NodeMemory(
+            node, len(there), min(p.available for p in there) + sum(p.resident for p in there)
+        )
+        for node, there in nodes.items()
+    ]

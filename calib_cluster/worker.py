@@ -1,0 +1,198 @@
+"""One calibration worker: a model and a disjoint shard of prompts, driven layer by layer.
+
+A plain class; ``cluster.py`` makes Ray actors of it. Its hidden states follow from the shard and
+the advances it was told, so a new worker that is told the same is an exact replacement.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from calib_cluster.errors import CalibrationError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What every worker loads: ``model`` folder, its ``config_hash``, ``dtype`` (torch name),
+    ``gpus`` (0 means CPU) and ``threads`` of one worker."""
+
+    model: str
+    config_hash: str
+    dtype: str
+    gpus: float
+    threads: int
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A worker before it loads anything: where it is and what is free there, in bytes.
+
+    ``resident`` is the process with its libraries; ``device`` is ``cpu`` or a GPU's name.
+    """
+
+    node: str
+    resident: int
+    available: int
+    device: str
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a worker has used so far: CPU seconds, seconds of wall clock inside calls, and peak
+    bytes (resident set, or allocated on the GPU)."""
+
+    cpu_seconds: float
+    busy_seconds: float
+    peak_bytes: int
+
+
+class PromptTally(msgspec.Struct, frozen=True):
+    """Tally of one prompt and trajectory: ``prompt`` is its global index, ``sums`` float64
+    [Hkv][W], ``positions`` [W], ``group`` query heads a kv head."""
+
+    prompt: int
+    sums: list[list[float]]
+    positions: list[int]
+    group: int
+
+
+class CalibrationWorker:
+    """Holds hidden states [1, T, hidden] of its prompts, one per trajectory.
+
+    Args:
+        spec: what to load.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        import torch
+
+        self._spec = spec
+        torch.set_num_threads(spec.threads)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self._device = "cpu" if not spec.gpus else "auto" if spec.gpus > 1 else "cuda"
+        self._stepped = None
+        self._hidden: dict[str, dict[int, torch.Tensor]] = {}
+        self._busy = 0.0
+
+    def probe(self) -> Probe:
+        """Where this worker is and how much memory is free. Raises CalibrationError."""
+        import calib_cluster.capture  # noqa: F401  so that the libraries are in what is resident
+        from kvpolicy.geometry import GeometryError, read_geometry
+
+        try:
+            found = read_geometry(self._spec.model).config_hash
+        except GeometryError as error:
+            raise CalibrationError(f"node {os.uname().nodename}: {error}") from error
+        if found != self._spec.config_hash:
+            raise CalibrationError(
+                f"node {os.uname().nodename}: {self._spec.model} is another model than the driver's"
+            )
+        resident = psutil.Process().memory_info().rss
+        if self._device == "cpu":
+            return Probe(os.uname().nodename, resident, psutil.virtual_memory().available, "cpu")
+        return self._probe_gpu()
+
+    def _probe_gpu(self) -> Probe:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise CalibrationError(
+                f"node {os.uname().nodename}: --gpus-per-worker {self._spec.gpus:g}, but this "
+                "worker sees no CUDA GPU"
+            )
+        free = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        return Probe(os.uname().nodename, 0, free, torch.cuda.get_device_name(0))
+
+    def start(self, prompts: Sequence[tuple[int, Sequence[int]]], trajectory: str) -> None:
+        """Load the model (once) and embed ``prompts`` [(global index, token ids)]."""
+        began = time.monotonic()
+        self._load()
+        embedded = {index: self._stepped.embed(ids) for index, ids in prompts}
+        self._hidden = {trajectory: embedded}
+        self._busy += time.monotonic() - began
+
+    def _load(self) -> None:
+        if self._stepped is None:
+            import torch
+
+            from calib_cluster.capture import SteppedModel
+            from kvpolicy.geometry import read_geometry
+
+            spec = self._spec
+            geometry = read_geometry(spec.model)
+            dtype = getattr(torch, spec.dtype)
+            self._stepped = SteppedModel(Path(spec.model), geometry, dtype, self._device)
+
+    def judge(
+        self, layer: int, codebook: Sequence[int], sinks: int
+    ) -> dict[str, list[PromptTally]]:
+        """Tallies of every trajectory and prompt at global layer ``layer``."""
+        began = time.monotonic()
+        found = {
+            name: [
+                self._tally(index, self._stepped.judge(layer, hidden, codebook, sinks))
+                for index, hidden in prompts.items()
+            ]
+            for name, prompts in self._hidden.items()
+        }
+        self._busy += time.monotonic() - began
+        return found
+
+    @staticmethod
+    def _tally(index: int, tally) -> PromptTally:
+        return PromptTally(index, tally.sums.tolist(), tally.positions.tolist(), tally.group)
+
+    def advance(
+        self, layer: int, branches: Sequence[tuple[str, str, Sequence[int] | None]], sinks: int
+    ) -> None:
+        """Run ``layer``; trajectories become ``branches`` [(name, parent, windows)].
+
+        Prompt by prompt, so that parents and children are never all held at once.
+        """
+        began = time.monotonic()
+        ahead: dict[str, dict] = {name: {} for name, _, _ in branches}
+        indices = list(next(iter(self._hidden.values())))
+        for index in indices:
+            inputs = {name: self._hidden[name].pop(index) for name in self._hidden}
+            for name, parent, windows in branches:
+                ahead[name][index] = self._stepped.step(layer, inputs[parent], windows, sinks)
+        self._hidden = ahead
+        self._busy += time.monotonic() - began
+
+    def evaluate(
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        windows: Sequence[Sequence[int] | None],
+        sinks: int,
+    ) -> dict[int, float]:
+        """Summed next-token loss (nats) of each prompt with ``windows`` active.
+
+        ``windows``: one entry a layer (all layers); None runs the layer unchanged.
+        """
+        began = time.monotonic()
+        self._load()
+        losses = {}
+        for index, ids in prompts:
+            hidden = self._stepped.embed(ids)
+            for layer, row in enumerate(windows):
+                hidden = self._stepped.step(layer, hidden, row, sinks)
+            losses[index] = self._stepped.loss(hidden, ids)
+        self._busy += time.monotonic() - began
+        return losses
+
+    def usage(self) -> Usage:
+        """CPU seconds, busy seconds and peak memory of this process so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        peak = used.ru_maxrss * 1024
+        if self._device != "cpu":
+            import torch
+
+            count = torch.cuda.device_count()
+            peak = sum(torch.cuda.max_memory_allocated(i) for i in range(count))
+        return Usage(used.ru_utime + used.ru_stime, self._busy, peak)
