@@ -21,7 +21,7 @@ from loadtest.errors import UserError
 from loadtest.model_specs import DEFAULT_MODEL, SPECS
 from loadtest.servers import PAGE_SIZE, TextCompletion
 
-DEFAULT_POLICY = "uniform-512-s4"
+DEFAULT_POLICY = "seqcalib"
 NARROWEST = 80  # columns; what a pipe gets
 WIDEST = 100
 

@@ -143,8 +143,8 @@ def _fidelity(ragged: Row) -> str:
     text = "The windows do change what the model says: " + share
     if ragged.measured.windows == 1:
         text += (
-            " This policy treats all heads alike, so it also cuts those that look far back; "
-            "choosing each head's window by calibration is what comes next."
+            " This policy treats all heads alike, so it also cuts those that look far back; a "
+            "calibrated one (seqcalib) gives each head its own window."
         )
     return text
 
