@@ -1,0 +1,75 @@
+"""The whole calibration job without Ray: real workers, called one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calib_cluster import job
+from calib_cluster.job import CalibrationJob, JobPlan
+from calib_cluster.run_state import RunState
+from calib_cluster.seqcalib import SeqCalib, Settings
+from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
+from kvpolicy.geometry import read_geometry
+
+Ids = Sequence[int]
+
+
+class InProcessPool:
+    """Stands for ``cluster.Pool``."""
+
+    restarts = 0
+
+    def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
+        self._workers = [CalibrationWorker(spec) for _ in range(count)]
+
+    @property
+    def count(self) -> int:
+        return len(self._workers)
+
+    def probe(self) -> list[Probe]:
+        return self.call("probe")
+
+    def usage(self) -> list[Usage]:
+        return self.call("usage")
+
+    def tell(self, method: str, arguments: Sequence[tuple]) -> None:
+        self.call(method, arguments)
+
+    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+        each = arguments if arguments is not None else [()] * self.count
+        return [getattr(w, method)(*args) for w, args in zip(self._workers, each, strict=True)]
+
+
+@contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Workers set these for their whole process, which is the tests' here."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+def make_plan(model: Path, prompts: Sequence[Ids], settings: Settings, workers: int = 1) -> JobPlan:
+    """A float32 CPU job without a held-out evaluation."""
+    geometry = read_geometry(model)
+    spec = WorkerSpec(str(model), geometry.config_hash, "float32", 0, 1)
+    return JobPlan(model, geometry, settings, spec, workers, tuple(prompts), (), {})
+
+
+def calibrate(
+    model: Path, prompts: Sequence[Ids], settings: Settings, state: Path, workers: int = 1
+) -> SeqCalib:
+    """SeqCalib of ``prompts`` with ``workers`` workers; ``state`` is the run's (new) folder."""
+    plan = make_plan(model, prompts, settings, workers)
+    state.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch, _torch_settings_kept():
+        patch.setattr(job, "Pool", InProcessPool)
+        return CalibrationJob(plan, RunState(state), lambda _line: None).run().seqcalib

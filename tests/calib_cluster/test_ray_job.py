@@ -1,0 +1,68 @@
+"""The README's ``ray job submit`` against a real head node, from another folder than it runs in."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.artifact import load_artifact
+from tests.calib_cluster.tiny import ROOT, Calibration, environment
+
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """(job address, folder in which ``ray start`` was run) of a head node."""
+    folder = tmp_path_factory.mktemp("head")
+    port, dashboard = _free_port(), _free_port()
+    env = environment() | {"RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [
+        RAY, "start", "--head", "--port", str(port), "--dashboard-port", str(dashboard),
+        "--num-cpus", "2", "--num-gpus", "0",
+    ]  # fmt: skip
+    subprocess.run(start, cwd=folder, env=env | {"PWD": str(folder)}, check=True)
+    yield f"http://127.0.0.1:{dashboard}", folder
+    subprocess.run([RAY, "stop", "--force"], check=True)
+
+
+def _submit(address: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
+    return subprocess.run(
+        [*command, sys.executable, "-m", "calib_cluster", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_submitted_job_writes_where_ray_was_started(
+    head: tuple[str, Path], tiny_model: Path
+) -> None:
+    """A relative --out survives the job, and the job's status is the command's."""
+    address, folder = head
+    arguments = Calibration(tiny_model, Path("artifacts")).arguments("--workers", "2")
+    done = _submit(address, arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layer 6 of 6" in done.stdout
+    (manifest,) = folder.glob("artifacts/tiny-llama/seqcalib/*/manifest.json")
+    assert load_artifact(manifest.parent).manifest.calibration.method == "seqcalib"
+    assert f"artifact: {manifest.parent}" in done.stdout
+
+    failed = _submit(address, [*arguments, "--corpus", "no-such-corpus"])
+    assert failed.returncode != 0
+    assert "calib_cluster: " in failed.stdout and "no-such-corpus" in failed.stdout
+
+    greedy = _submit(address, [*arguments, "--workers", "3", "--restart"])
+    assert greedy.returncode != 0
+    assert "the Ray cluster has 2" in greedy.stdout
