@@ -255,7 +255,8 @@ def _first(output: torch.Tensor | tuple) -> torch.Tensor:
 def _load(model_dir: str | Path, dtype: torch.dtype, device: str):
     try:
         config = AutoConfig.from_pretrained(model_dir)
-        options = {"device_map": "auto"} if device == "auto" else {}
+        placed = {"auto": "auto", "cuda": {"": "cuda"}}  # never whole on the host first
+        options = {"device_map": placed[device]} if device in placed else {}
         model = AutoModelForCausalLM.from_pretrained(
             model_dir, config=config, dtype=dtype, **options
         )
@@ -264,7 +265,7 @@ def _load(model_dir: str | Path, dtype: torch.dtype, device: str):
         raise CalibrationError(f"--model {model_dir}: transformers cannot load it: {reason}") from (
             error
         )
-    return (model if device == "auto" else model.to(device)).eval()
+    return model.eval()
 
 
 def _decoder_layers(model, count: int) -> list[torch.nn.Module]:

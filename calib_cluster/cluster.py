@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from calib_cluster.errors import CalibrationError
 from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
@@ -98,7 +98,9 @@ class Pool:
     def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
         self._spec, self._say = spec, say
         remote = ray.remote(CalibrationWorker)
-        self._make = remote.options(num_cpus=spec.threads, num_gpus=spec.gpus).remote
+        self._make = remote.options(
+            num_cpus=spec.threads, num_gpus=spec.gpus, scheduling_strategy="SPREAD"
+        ).remote
         self._workers = [self._make(spec) for _ in range(count)]
         self._history: list[list[tuple[str, tuple]]] = [[] for _ in range(count)]
         self._restarts = 0
@@ -147,8 +149,7 @@ class Pool:
                 try:
                     results[i] = ray.get(reference)
                 except (RayActorError, OutOfMemoryError) as error:
-                    deaths[i] += 1
-                    self._replace(i, method, deaths[i], error)
+                    deaths[i] = self._replace(i, method, deaths[i] + 1, error)
                     pending[self._send(i, method, args[i])] = i
                 except RayTaskError as error:
                     raise _refusal(error) from error
@@ -157,19 +158,38 @@ class Pool:
     def _send(self, i: int, method: str, args: tuple) -> ray.ObjectRef:
         return getattr(self._workers[i], method).remote(*args)
 
-    def _replace(self, i: int, method: str, deaths: int, error: Exception) -> None:
-        """Start worker i anew and repeat its history. The calls are queued, not awaited."""
+    def _replace(self, i: int, method: str, deaths: int, error: Exception) -> int:
+        """Start worker i anew and repeat its history; returns its deaths so far.
+
+        The history is queued, not awaited: a worker that fails at it refuses everything after.
+        """
         why = "out of memory" if isinstance(error, OutOfMemoryError) else "died"
         if deaths > MAX_RESTARTS:
             raise CalibrationError(
-                f"worker {i} {why} {deaths} times in '{method}'; what is done so far is kept, "
-                "--resume continues it"
+                f"worker {i} {why} {deaths} times in '{method}' ({_first_line(error)}); what is "
+                "done so far is kept, --resume continues it"
             ) from error
         self._restarts += 1
         self._say(f"  worker {i} {why} in '{method}'; replaced, its shard is computed again")
         self._workers[i] = self._make(self._spec)
+        try:
+            ray.get(self._send(i, "probe", ()), timeout=START_TIMEOUT)
+        except GetTimeoutError:
+            raise CalibrationError(
+                f"no room for a new worker {i} within {START_TIMEOUT:.0f} s ('ray status' shows "
+                "what the cluster has); --resume continues when there is"
+            ) from None
+        except (RayActorError, OutOfMemoryError) as again:
+            return self._replace(i, method, deaths + 1, again)
+        except RayTaskError as refused:
+            raise _refusal(refused) from refused
         for past, args in self._history[i]:
             self._send(i, past, args)
+        return deaths
+
+    def forget(self) -> None:
+        """Hidden states are no longer needed: a new worker need not compute them again."""
+        self._history = [[] for _ in self._workers]
 
     def usage(self) -> list[Usage]:
         """What each (present) worker has used."""
@@ -186,7 +206,8 @@ def _refusal(error: RayTaskError) -> Exception:
     cause = error.cause
     if isinstance(cause, CalibrationError):
         return CalibrationError(str(cause))
-    if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+    is_memory = isinstance(cause, MemoryError) or "allocate memory" in str(cause)
+    if is_memory or type(cause).__name__ == "OutOfMemoryError":
         return CalibrationError(f"a worker ran out of memory: {_first_line(cause)}")
     return error
 
@@ -204,12 +225,11 @@ class NodeMemory(msgspec.Struct, frozen=True):
 
 
 def memory_by_node(probes: Sequence[Probe]) -> list[NodeMemory]:
-    """Free memory of every node (or, with GPUs, of every worker's own device)."""
-    if probes and probes[0].device != "cpu":
-        return [NodeMemory(f"{p.node} ({p.device})", 1, p.available) for p in probes]
+    """Free memory of every node or, with GPUs, of every GPU: workers may share one."""
     nodes: dict[str, list[Probe]] = {}
     for probe in probes:
-        nodes.setdefault(probe.node, []).append(probe)
+        name = probe.node if probe.device == "cpu" else f"{probe.node} ({probe.device})"
+        nodes.setdefault(name, []).append(probe)
     # what libraries already take is part of the estimate, so it counts as available
     return [
         NodeMemory(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from calib_cluster.cluster import connected
 from calib_cluster.corpora import (
+    RECIPES,
     Corpus,
     PromptSet,
     Size,
@@ -24,13 +25,13 @@ from calib_cluster.fingerprint import (
     library_versions,
 )
 from calib_cluster.job import CalibrationJob, JobPlan
-from calib_cluster.job_paths import input_path, output_folder
+from calib_cluster.job_paths import input_path, output_file, output_folder
 from calib_cluster.options import check_counts, names_of, parse_settings
 from calib_cluster.publish import publish
 from calib_cluster.run_state import RunResult, RunState, decide
 from calib_cluster.seqcalib import Settings
 from calib_cluster.summary import print_summary, write_summary
-from calib_cluster.worker import WorkerSpec
+from calib_cluster.worker import worker_spec
 from kvpolicy.artifact import check_name, folder_name, load_artifact
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.geometry import LayerKind, ModelGeometry, read_geometry
@@ -60,13 +61,14 @@ def run_seqcalib(args: argparse.Namespace) -> None:
     model = Path(input_path(args.model))
     geometry = _calibratable(model)
     out = output_folder(args.out)
+    summary = output_file("--summary", args.summary) if args.summary else None
     state = _state(out, model, args.name)
     prompts, held_out = _texts(args, model, settings)
     plan = _plan(args, model, geometry, settings, prompts, held_out)
     fingerprint = _fingerprint(args, plan, prompts, held_out)
     with state.locked():
         decision = decide(state, fingerprint, resume=args.resume, restart=args.restart)
-        if decision.result and _is_whole(out / decision.result.artifact):
+        if decision.result and _is_there(out / decision.result.artifact):
             say(f"already complete: {out / decision.result.artifact}")
             return
         with connected(args.address, args.workers, args.threads_per_worker, args.gpus_per_worker):
@@ -78,8 +80,8 @@ def run_seqcalib(args: argparse.Namespace) -> None:
         artifact = publish(out, args.name, model, outcome, fingerprint, prompts)
         state.finish(RunResult(str(artifact.relative_to(out))))
     print_summary(outcome, plan)
-    if args.summary:
-        write_summary(Path(args.summary), outcome, plan)
+    if summary:
+        write_summary(summary, outcome, plan)
     say(f"artifact: {artifact}")
 
 
@@ -128,7 +130,13 @@ def _texts(
 
 def _corpora(args: argparse.Namespace, specs: list[str], prompts: int) -> tuple[Corpus, ...]:
     size = Size(prompts, args.length, args.seed)
-    return load_corpora([input_path(spec) for spec in specs], size, args.field)
+    return load_corpora([_corpus_path(spec) for spec in specs], size, args.field)
+
+
+def _corpus_path(spec: str) -> str:
+    """A file's spec made absolute; names of recipes, and halves (``/a``, ``/b``), are kept."""
+    stem, half = (spec[:-2], spec[-2:]) if spec[-2:] in ("/a", "/b") else (spec, "")
+    return spec if stem in RECIPES else input_path(stem) + half
 
 
 def _prompts(
@@ -159,7 +167,7 @@ def _plan(
         model=model,
         geometry=geometry,
         settings=settings,
-        spec=WorkerSpec(str(model), geometry.config_hash, dtype, gpus, threads),
+        spec=worker_spec(model, geometry, dtype, gpus, threads),
         workers=args.workers,
         prompts=tuple(prompt.ids for prompt in prompts.prompts),
         held_out=tuple(prompt.ids for prompt in held_out.prompts) if held_out else (),
@@ -192,11 +200,19 @@ def _fingerprint(
     )
 
 
-def _is_whole(artifact: Path) -> bool:
+def _is_there(artifact: Path) -> bool:
+    """True if the artifact is whole, False if it is gone: then it is written again.
+
+    Raises CalibrationError if it is damaged, since nothing is ever overwritten.
+    """
+    if not artifact.exists():
+        return False
     try:
         load_artifact(artifact)
-    except KvPolicyError:
-        return False  # deleted or damaged: written again from the saved layers
+    except KvPolicyError as error:
+        raise CalibrationError(
+            f"{error}; move that folder away, then --resume writes the policy again"
+        ) from error
     return True
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
+import kvpolicy
 from calib_cluster.errors import CalibrationError
 
 LIBRARIES = ("torch", "transformers")
+SAMPLE = 1 << 20
 
 
 class RunFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,16 +66,19 @@ def _short(value: object) -> str:
 
 
 def code_version() -> str:
-    """``raggedkv VERSION+HASH``, the hash over every source file of this package.
+    """``raggedkv VERSION+HASH``, the hash over the sources that decide a policy.
 
-    Any change of the calibration code is another version: two artifacts with the same one were
-    made by the same code.
+    Those are ``calib_cluster`` without its report, and ``kvpolicy``: two artifacts with the same
+    code version were calibrated by the same code.
     """
-    folder = Path(__file__).parent
+    here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode())
-        digest.update(path.read_bytes())
+    for folder in (here, Path(kvpolicy.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            name = path.relative_to(folder.parent)
+            if "report" not in name.parts:
+                digest.update(name.as_posix().encode())
+                digest.update(path.read_bytes())
     try:
         release = version("raggedkv")
     except PackageNotFoundError:
@@ -85,19 +91,48 @@ def library_versions() -> dict[str, str]:
     return {name: version(name) for name in LIBRARIES}
 
 
+def weight_files(model_dir: Path) -> list[Path]:
+    """Weight files that transformers loads, sorted: an index's, else all of one format.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [model_dir / name for name in sorted(names)]
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
+        if files := sorted(model_dir.glob(pattern)):
+            return files
+    raise CalibrationError(
+        f"--model {model_dir}: no weights (*.safetensors or pytorch_model*.bin) in it"
+    )
+
+
+def sample_weights(model_dir: Path) -> str:
+    """sha256 (hex) over names, sizes, first and last MiB of the weight files.
+
+    Quick enough for every worker, and enough to tell two models apart.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(model_dir):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(SAMPLE))
+            file.seek(max(0, size - SAMPLE))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
 def hash_weights(model_dir: Path) -> dict[str, str]:
     """sha256 of every weight file of a model folder.
 
     Raises:
         CalibrationError: there is none.
     """
-    files = sorted(model_dir.glob("*.safetensors")) or sorted(model_dir.glob("pytorch_model*.bin"))
-    if not files:
-        raise CalibrationError(
-            f"--model {model_dir}: no weights (*.safetensors or pytorch_model*.bin) in it"
-        )
     hashes = {}
-    for path in files:
+    for path in weight_files(model_dir):
         with open(path, "rb") as handle:
             hashes[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return hashes

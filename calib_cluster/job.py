@@ -14,7 +14,7 @@ from calib_cluster.errors import CalibrationError
 from calib_cluster.memory import PeakEstimate, estimate_peak
 from calib_cluster.progress import LayerProgress
 from calib_cluster.run_state import RunState
-from calib_cluster.seqcalib import LayerRecord, SeqCalib, Settings, Sums
+from calib_cluster.seqcalib import LayerRecord, SeqCalib, Settings, Sums, point_name
 from calib_cluster.worker import PromptTally, Usage, WorkerSpec
 from kvpolicy.evidence import HeldOut
 from kvpolicy.geometry import ModelGeometry
@@ -91,6 +91,7 @@ class CalibrationJob:
         """
         pool = self._pool
         self._calibrate(pool)
+        pool.forget()
         held_out = self._evaluate(pool)
         seconds = time.monotonic() - self._began
         return JobOutcome(
@@ -113,8 +114,9 @@ class CalibrationJob:
         parts = ("runtime", "weights", "hidden", "layer", "head")
         told = ", ".join(f"{part} {_gigabytes(getattr(estimate, part))}" for part in parts)
         self._say(f"peak memory of a worker: about {_gigabytes(estimate.total)} ({told})")
+        each = estimate.on_one_device(int(plan.spec.gpus) or 1)
         for node in memory_by_node(probes):
-            needed = node.workers * estimate.total
+            needed = node.workers * each
             if needed > node.available:
                 raise CalibrationError(
                     f"not enough memory on {node.node}: {node.workers} worker(s) need about "
@@ -151,9 +153,21 @@ class CalibrationJob:
         settings = self._plan.settings
         answers = pool.call("judge", [(layer, settings.codebook, settings.sinks)] * pool.count)
         return {
-            name: reduce_tallies([tally for answer in answers for tally in answer[name]])
+            name: self._reduce(layer, [tally for answer in answers for tally in answer[name]])
             for name in self._seqcalib.trajectories
         }
+
+    def _reduce(self, layer: int, tallies: list[PromptTally]) -> Sums:
+        """Sums over all prompts. Raises CalibrationError if one is missing or not a number."""
+        if sorted(t.prompt for t in tallies) != list(range(len(self._plan.prompts))):
+            raise CalibrationError(f"layer {layer}: workers answered for other prompts than theirs")
+        bad = [t.prompt for t in tallies if not np.isfinite(t.sums).all()]
+        if bad:
+            raise CalibrationError(
+                f"layer {layer}: attention of prompt {bad[0]} is not finite in "
+                f"{self._plan.spec.dtype}; give another --dtype"
+            )
+        return reduce_tallies(tallies)
 
     def _advance(self, pool: Pool, record: LayerRecord) -> None:
         """Run the layer with its windows; after the last layer there is nothing to run for."""
@@ -179,17 +193,17 @@ class CalibrationJob:
             rows = layer_rows(policy)
             answers = pool.call("evaluate", [(s, rows, plan.settings.sinks) for s in shards])
             losses[name] = _mean_loss(answers, plan.held_out)
+            if not np.isfinite(losses[name]):
+                raise CalibrationError(
+                    f"held-out loss of {name} is not finite in {plan.spec.dtype}; give another "
+                    "--dtype"
+                )
             self._say(f"held-out loss, {name}: {losses[name]:.4f} nats per token")
         tokens = sum(len(ids) - 1 for ids in plan.held_out)
         whole = losses.pop("full")
         found = HeldOut(plan.held_out_corpora, len(plan.held_out), tokens, whole, losses)
         self._state.save_held_out(found)
         return found
-
-
-def point_name(tau: float) -> str:
-    """Name of the operating point of ``tau``: ``tau-0.99``."""
-    return f"tau-{tau:g}"
 
 
 def layer_rows(policy: WindowPolicy) -> list[list[int] | None]:

@@ -27,9 +27,7 @@ def output_folder(out: str) -> Path:
     Raises:
         CalibrationError: it cannot be written, or would be lost with the job.
     """
-    path = Path(out).expanduser()
-    if not path.is_absolute():
-        path = _base(out) / path
+    path = _absolute("--out", out)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -41,13 +39,30 @@ def output_folder(out: str) -> Path:
     return path.resolve()
 
 
-def _base(out: str) -> Path:
+def output_file(flag: str, file: str) -> Path:
+    """Absolute path of a file to write later, in a folder that exists.
+
+    Raises:
+        CalibrationError: its folder does not exist or cannot be written.
+    """
+    path = _absolute(flag, file)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise CalibrationError(f"{flag} {path}: not a file in a folder that can be written")
+    return path
+
+
+def _absolute(flag: str, text: str) -> Path:
+    path = Path(text).expanduser()
+    return path if path.is_absolute() else _base(flag, text) / path
+
+
+def _base(flag: str, text: str) -> Path:
     if not in_uploaded_folder():
         return Path.cwd()
     started_in = os.environ.get("OLDPWD")
     if not started_in or not Path(started_in).is_dir():
         raise CalibrationError(
-            f"--out {out}: inside a Ray job the current folder is a temporary copy; give an "
+            f"{flag} {text}: inside a Ray job the current folder is a temporary copy; give an "
             "absolute path"
         )
     return Path(started_in)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors import safe_open
 
 from calib_cluster.attention import KEY_TILE, QUERY_BLOCK
 from calib_cluster.capture import VOCAB_ROWS
+from calib_cluster.fingerprint import weight_files
 from calib_cluster.worker import DTYPE_BYTES
 from kvpolicy.geometry import ModelGeometry
 
 FLOAT32 = 4
 TILE_COPIES = 4  # logits, their mask, weights, and one temporary
+RECURRENT_COPIES = 4  # chunked, decayed, and two temporaries
 SLACK = 1.1  # what the allocator keeps beyond what is asked for
 
 
@@ -32,6 +35,11 @@ class PeakEstimate(msgspec.Struct, frozen=True):
     hidden: int
     layer: int
     head: int
+
+    def on_one_device(self, count: int) -> int:
+        """Bytes on the fullest of a worker's ``count`` GPUs: weights are spread, states not."""
+        spread = self.weights - self.weights // max(1, count)
+        return self.total - int(SLACK * spread)
 
     @property
     def total(self) -> int:
@@ -75,26 +83,47 @@ def _layer_bytes(
     q = layer.num_q_heads * layer.head_dim
     kv = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
     projections = length * (4 * q + 2 * kv) * size
-    feed_forward = length * (4 * geometry.hidden_size + 3 * _intermediate(model_dir)) * size
+    feed_forward = length * _feed_forward(geometry, model_dir) * size
+    recurrent = RECURRENT_COPIES * length * _recurrent_channels(model_dir) * FLOAT32
     block = min(QUERY_BLOCK, length)
     tiles = TILE_COPIES * layer.num_q_heads * block * min(KEY_TILE, length) * FLOAT32
     outputs = (codebook + 2) * layer.num_q_heads * block * layer.v_head_dim * FLOAT32
-    return projections + max(feed_forward, tiles + outputs)
+    return max(projections + max(feed_forward, tiles + outputs), recurrent)
 
 
-def _intermediate(model_dir: Path) -> int:
-    """Widest feed-forward layer in config.json; four hidden sizes if it does not say."""
+def _text_config(model_dir: Path) -> dict[str, Any]:
     raw = json.loads((model_dir / "config.json").read_text())
-    text = raw.get("text_config", raw)
-    widths = [text.get(f"{kind}intermediate_size") for kind in ("", "moe_", "shared_expert_")]
-    known = [width for width in widths if isinstance(width, int)]
-    return max(known, default=4 * int(text["hidden_size"]))
+    return raw.get("text_config", raw)
+
+
+def _feed_forward(geometry: ModelGeometry, model_dir: Path) -> int:
+    """Numbers a token in a feed-forward layer; each of its experts holds a row of its own."""
+    text, hidden = _text_config(model_dir), geometry.hidden_size
+    dense = text.get("intermediate_size") or 4 * hidden
+    experts = text.get("num_experts_per_tok") or 0
+    width = text.get("moe_intermediate_size") or dense
+    shared = text.get("shared_expert_intermediate_size") or 0
+    return 4 * hidden + max(3 * dense, 3 * experts * (hidden + width) + 3 * shared)
+
+
+def _recurrent_channels(model_dir: Path) -> int:
+    """Channels of a Gated-DeltaNet layer (0 without one), which computes in float32."""
+    text = _text_config(model_dir)
+    kinds = ("key", "key", "value")
+    sizes = [
+        text.get(f"linear_num_{kind}_heads", 0) * text.get(f"linear_{kind}_head_dim", 0)
+        for kind in kinds
+    ]
+    return max(sum(sizes), 3 * sizes[-1])  # keys are repeated to the value heads
 
 
 def count_weights(model_dir: Path) -> int:
     """Parameters in a folder's safetensors headers; other formats count as 2-byte numbers."""
     total = 0
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in weight_files(model_dir):
+        if path.suffix != ".safetensors":
+            total += path.stat().st_size // 2
+            continue
         with safe_open(path, framework="numpy") as file:
             total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total or sum(p.stat().st_size for p in model_dir.glob("pytorch_model*.bin")) // 2
+    return total

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 
 from calib_cluster.corpora import CALIBRATION_MIX
 from calib_cluster.errors import CalibrationError
-from calib_cluster.seqcalib import Settings
+from calib_cluster.seqcalib import Settings, point_name
 from calib_cluster.worker import DTYPE_BYTES
 from kvpolicy.windows import FULL
 
@@ -92,6 +93,11 @@ def check_counts(args: argparse.Namespace) -> None:
     for flag, (value, low) in at_least.items():
         if value < low:
             raise CalibrationError(f"{flag} {value:g} is not accepted: give at least {low}")
+    gpus = args.gpus_per_worker
+    if not math.isfinite(gpus) or (gpus > 1 and gpus != int(gpus)):
+        raise CalibrationError(
+            f"--gpus-per-worker {gpus:g} is not accepted: give a share up to 1 or a whole number"
+        )
     if args.workers > args.prompts:
         raise CalibrationError(
             f"--workers {args.workers} is more than --prompts {args.prompts}: a worker needs one"
@@ -142,6 +148,9 @@ def _parse_taus(text: str) -> tuple[float, ...]:
         raise CalibrationError(
             f"--tau {text!r} is not accepted: give numbers in (0, 1], such as {TAUS}"
         )
+    names = [point_name(tau) for tau in taus]
+    if same := sorted({name for name in names if names.count(name) > 1}):
+        raise CalibrationError(f"--tau {text!r}: two points would be called {same[0]}")
     return tuple(sorted(taus))
 
 

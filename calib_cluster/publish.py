@@ -7,8 +7,9 @@ from pathlib import Path
 from calib_cluster.corpora import PromptSet
 from calib_cluster.errors import CalibrationError
 from calib_cluster.fingerprint import RunFingerprint
-from calib_cluster.job import JobOutcome, point_name
+from calib_cluster.job import JobOutcome
 from calib_cluster.report import ReportInput, render_report
+from calib_cluster.seqcalib import point_name
 from kvpolicy.artifact import PointSpec, folder_name, write_artifact
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.evidence import REPORT_FILE, to_files
@@ -75,6 +76,7 @@ def calibration_record(fingerprint: RunFingerprint, prompts: PromptSet) -> Calib
             "length": fingerprint.length,
             "chat_template": fingerprint.chat_template,
             "prompts_sha256": fingerprint.prompts,
+            "held_out_sha256": fingerprint.held_out or None,
             "dtype": fingerprint.dtype,
             "device": fingerprint.device,
             "threads_per_worker": fingerprint.threads,

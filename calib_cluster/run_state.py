@@ -48,19 +48,28 @@ class RunState:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep every other driver out. Raises CalibrationError if one is running."""
-        try:
+        lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"), timeout=0)
+        with self._writing():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"), timeout=0)
-            with lock:
-                yield
-        except Timeout:
-            raise CalibrationError(
-                f"another calibration is writing to {self.folder}; wait for it or use --name"
-            ) from None
+            try:
+                lock.acquire()
+            except Timeout:
+                raise CalibrationError(
+                    f"another calibration is writing to {self.folder}; wait for it or use --name"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise CalibrationError(f"--out: cannot write {self.folder}: {error.strerror}") from (
-                error
-            )
+            raise CalibrationError(
+                f"--out: cannot write {self.folder}: {error.strerror or error}"
+            ) from error
 
     def fingerprint(self) -> RunFingerprint | None:
         """Fingerprint of the run that is there, or None. Raises CalibrationError if unreadable."""
@@ -84,7 +93,8 @@ class RunState:
     def begin(self, fingerprint: RunFingerprint) -> None:
         """Start anew: whatever run was there is forgotten (its artifact is not touched)."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        with self._writing():
+            self.folder.mkdir(parents=True)
         self._write(FINGERPRINT_FILE, fingerprint)
 
     def save_layer(self, record: LayerRecord) -> None:
@@ -112,17 +122,18 @@ class RunState:
 
     def _write(self, name: str, record: msgspec.Struct) -> None:
         data = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1)
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}-", dir=self.folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / name)
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._writing():
+            handle, temporary = tempfile.mkstemp(prefix=f".{name}-", dir=self.folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.folder / name)
+            descriptor = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _layer_file(layer: int) -> str:

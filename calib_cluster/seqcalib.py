@@ -69,6 +69,11 @@ class Sums(msgspec.Struct, frozen=True):
         return np.where(counts > 0, self.sums / np.maximum(counts, 1), np.nan)
 
 
+def point_name(tau: float) -> str:
+    """Name of the operating point of ``tau``: ``tau-0.99``."""
+    return f"tau-{tau:g}"
+
+
 def choose(means: np.ndarray, codebook: Sequence[int], tau: float) -> tuple[int, ...]:
     """Smallest window per kv head with mean cosine >= tau, else FULL. ``means`` [Hkv, W]."""
     reached = means >= tau  # NaN, a window without evidence, never is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from calib_cluster.errors import CalibrationError
-from calib_cluster.job import JobOutcome, JobPlan, point_name
+from calib_cluster.job import JobOutcome, JobPlan
 from calib_cluster.progress import clock
+from calib_cluster.seqcalib import point_name
 from kvpolicy.render import make_console
 from kvpolicy.residency import residency
 from kvpolicy.windows import FULL
@@ -57,11 +57,12 @@ def cost(outcome: JobOutcome, plan: JobPlan) -> RunCost:
 def write_summary(path: Path, outcome: JobOutcome, plan: JobPlan) -> None:
     """Write ``cost`` as JSON, whole or not at all. Raises CalibrationError."""
     data = msgspec.json.format(msgspec.json.encode(cost(outcome, plan)), indent=2) + b"\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise CalibrationError(f"--summary {path}: {error.strerror}") from error
 
 

@@ -6,35 +6,62 @@ the advances it was told, so a new worker that is told the same is an exact repl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from calib_cluster.errors import CalibrationError
+from calib_cluster.fingerprint import library_versions, sample_weights
+from kvpolicy.errors import GeometryError
+from kvpolicy.geometry import ModelGeometry, read_geometry
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What every worker loads: ``model`` folder, its ``config_hash``, ``dtype`` (torch name),
+    """What every worker loads: ``model`` folder, its ``config_hash`` and a ``weights_sample``
+    (``fingerprint.sample_weights``), ``libraries`` (name to version), ``dtype`` (torch name),
     ``gpus`` (0 means CPU) and ``threads`` of one worker."""
 
     model: str
     config_hash: str
+    weights_sample: str
+    libraries: dict[str, str]
     dtype: str
     gpus: float
     threads: int
 
 
+def worker_spec(
+    model: Path, geometry: ModelGeometry, dtype: str, gpus: float = 0, threads: int = 1
+) -> WorkerSpec:
+    """The spec of ``model`` as the driver sees it: workers must find the same.
+
+    Raises CalibrationError if it has no weights.
+    """
+    return WorkerSpec(
+        model=str(model),
+        config_hash=geometry.config_hash,
+        weights_sample=sample_weights(model),
+        libraries=library_versions(),
+        dtype=dtype,
+        gpus=gpus,
+        threads=threads,
+    )
+
+
 class Probe(msgspec.Struct, frozen=True):
     """A worker before it loads anything: where it is and what is free there, in bytes.
 
-    ``resident`` is the process with its libraries; ``device`` is ``cpu`` or a GPU's name.
+    ``resident`` is the process with its libraries; ``available`` is the node's free memory, or
+    that of the worker's fullest GPU; ``device`` is ``cpu``, or name and id of the GPU (of the
+    first one, where a worker has several).
     """
 
     node: str
@@ -79,50 +106,78 @@ class CalibrationWorker:
         self._stepped = None
         self._hidden: dict[str, dict[int, torch.Tensor]] = {}
         self._busy = 0.0
+        self._next_layer = 0
+        self._broken = "it was never started"
 
     def probe(self) -> Probe:
         """Where this worker is and how much memory is free. Raises CalibrationError."""
         import calib_cluster.capture  # noqa: F401  so that the libraries are in what is resident
-        from kvpolicy.geometry import GeometryError, read_geometry
 
-        try:
-            found = read_geometry(self._spec.model).config_hash
-        except GeometryError as error:
-            raise CalibrationError(f"node {os.uname().nodename}: {error}") from error
-        if found != self._spec.config_hash:
-            raise CalibrationError(
-                f"node {os.uname().nodename}: {self._spec.model} is another model than the driver's"
-            )
+        self._check_same_as_driver()
         resident = psutil.Process().memory_info().rss
         if self._device == "cpu":
-            return Probe(os.uname().nodename, resident, psutil.virtual_memory().available, "cpu")
+            return Probe(_node(), resident, _free_host_memory(), "cpu")
         return self._probe_gpu()
+
+    def _check_same_as_driver(self) -> None:
+        spec = self._spec
+        try:
+            found = read_geometry(spec.model).config_hash, sample_weights(Path(spec.model))
+        except GeometryError as error:
+            raise CalibrationError(f"node {_node()}: {error}") from error
+        if found != (spec.config_hash, spec.weights_sample):
+            raise CalibrationError(
+                f"node {_node()}: {spec.model} is another model than the driver's"
+            )
+        if (libraries := library_versions()) != spec.libraries:
+            raise CalibrationError(
+                f"node {_node()} has {libraries}, the driver {spec.libraries}: install the same"
+            )
 
     def _probe_gpu(self) -> Probe:
         import torch
 
         if not torch.cuda.is_available():
             raise CalibrationError(
-                f"node {os.uname().nodename}: --gpus-per-worker {self._spec.gpus:g}, but this "
-                "worker sees no CUDA GPU"
+                f"node {_node()}: --gpus-per-worker {self._spec.gpus:g}, but this worker sees no "
+                "CUDA GPU"
             )
-        free = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-        return Probe(os.uname().nodename, 0, free, torch.cuda.get_device_name(0))
+        free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        first = torch.cuda.get_device_properties(0)
+        return Probe(_node(), 0, free, f"{first.name} {first.uuid}")
 
     def start(self, prompts: Sequence[tuple[int, Sequence[int]]], trajectory: str) -> None:
         """Load the model (once) and embed ``prompts`` [(global index, token ids)]."""
+        with self._changing():
+            self._load()
+            embedded = {index: self._stepped.embed(ids) for index, ids in prompts}
+            self._hidden = {trajectory: embedded}
+            self._next_layer = 0
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """State changes whole or not at all: after a failed change nothing more is answered."""
         began = time.monotonic()
-        self._load()
-        embedded = {index: self._stepped.embed(ids) for index, ids in prompts}
-        self._hidden = {trajectory: embedded}
+        self._broken = "an earlier call was interrupted"
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise
+        self._broken = ""
         self._busy += time.monotonic() - began
+
+    def _check_at(self, layer: int) -> None:
+        """Hidden states must be the inputs of ``layer``. Raises CalibrationError."""
+        if self._broken or layer != self._next_layer:
+            reason = self._broken or f"its states are those of layer {self._next_layer}"
+            raise CalibrationError(f"a worker cannot go on at layer {layer}: {reason}")
 
     def _load(self) -> None:
         if self._stepped is None:
             import torch
 
             from calib_cluster.capture import SteppedModel
-            from kvpolicy.geometry import read_geometry
 
             spec = self._spec
             geometry = read_geometry(spec.model)
@@ -133,6 +188,7 @@ class CalibrationWorker:
         self, layer: int, codebook: Sequence[int], sinks: int
     ) -> dict[str, list[PromptTally]]:
         """Tallies of every trajectory and prompt at global layer ``layer``."""
+        self._check_at(layer)
         began = time.monotonic()
         found = {
             name: [
@@ -155,15 +211,15 @@ class CalibrationWorker:
 
         Prompt by prompt, so that parents and children are never all held at once.
         """
-        began = time.monotonic()
-        ahead: dict[str, dict] = {name: {} for name, _, _ in branches}
-        indices = list(next(iter(self._hidden.values())))
-        for index in indices:
-            inputs = {name: self._hidden[name].pop(index) for name in self._hidden}
-            for name, parent, windows in branches:
-                ahead[name][index] = self._stepped.step(layer, inputs[parent], windows, sinks)
-        self._hidden = ahead
-        self._busy += time.monotonic() - began
+        self._check_at(layer)
+        with self._changing():
+            ahead: dict[str, dict] = {name: {} for name, _, _ in branches}
+            for index in list(next(iter(self._hidden.values()))):
+                inputs = {name: self._hidden[name].pop(index) for name in self._hidden}
+                for name, parent, windows in branches:
+                    ahead[name][index] = self._stepped.step(layer, inputs[parent], windows, sinks)
+            self._hidden = ahead
+            self._next_layer = layer + 1
 
     def evaluate(
         self,
@@ -196,3 +252,17 @@ class CalibrationWorker:
             count = torch.cuda.device_count()
             peak = sum(torch.cuda.max_memory_allocated(i) for i in range(count))
         return Usage(used.ru_utime + used.ru_stime, self._busy, peak)
+
+
+def _node() -> str:
+    return os.uname().nodename
+
+
+def _free_host_memory() -> int:
+    """Bytes free for this process: the machine's, or its container's if that is less."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max", which is no number
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free

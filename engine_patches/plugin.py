@@ -6,7 +6,7 @@ from __future__ import annotations
 def register() -> None:
     """Offer the flags; in a child of a server that got them, serve the policy.
 
-    An SGLang started without ``--kv-policy`` only gets a few more flags. A process that was asked to
+    An SGLang started without ``--kv-policy`` only gets more flags. A process that was asked to
     serve a policy and cannot is ended here, since SGLang would only log the error.
     """
     from engine_patches.errors import Refusal, exit_refused

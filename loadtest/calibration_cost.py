@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvpolicy.geometry import read_geometry
 from kvpolicy.render import make_console
 from loadtest.demo_workload import model_folder
 from loadtest.errors import UserError
@@ -59,7 +60,10 @@ SERIES: dict[str, Sequence[int]] = {
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one run took: wall clock from the start of its workers, seconds and bytes."""
+    """What one run took: wall clock from the start of its workers, seconds and bytes.
+
+    The predicted peak counts the whole checkpoint, also where only its first layers are used.
+    """
 
     setting: Setting
     wall_seconds: float
@@ -138,7 +142,8 @@ def measure(model: Path, setting: Setting, work: Path) -> Cost:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"calibration failed: {done.stderr.strip().splitlines()[-1:]}")
+        said = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        raise UserError(f"calibration failed: {said[-1]}")
     raw = json.loads(summary.read_text())
     return Cost(
         setting, raw["wall_seconds"], raw["cpu_seconds"], raw["peak_bytes"],
@@ -226,7 +231,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure every setting; writes after each. Raises UserError."""
     model = model_folder(args.model)
-    args.out.mkdir(parents=True, exist_ok=True)
+    layers = read_geometry(model).layers
+    if len(layers) < max(SERIES["layers"]):
+        raise UserError(f"--model: at least {max(SERIES['layers'])} layers, found {len(layers)}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {args.out}: {error.strerror}") from error
     console = make_console()
     costs: list[Cost] = []
     with tempfile.TemporaryDirectory(prefix="calibration-cost-") as work:

@@ -81,11 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add("--bootstrap", type=int, default=2000, metavar="N",
         help="resamples for the 95%% intervals (default: %(default)s)")  # fmt: skip
-    add("--threads", type=int, default=2, metavar="N",
+    add("--servers", type=int, default=2, metavar="N",
+        help="contenders measured at once (default: %(default)s); two servers of one thread do "
+        "more than one of two, and suffer less from other work")  # fmt: skip
+    add("--threads", type=int, default=1, metavar="N",
         help="threads of each server (default: %(default)s)")  # fmt: skip
-    add("--servers", type=int, default=1, metavar="N",
-        help="contenders measured at once; N servers of one thread do more than one server of N "
-        "threads (default: %(default)s)")  # fmt: skip
     add("--concurrency", type=int, default=4, metavar="N",
         help="requests in flight at each server (default: %(default)s)")  # fmt: skip
 

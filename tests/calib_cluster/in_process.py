@@ -14,7 +14,7 @@ from calib_cluster import job
 from calib_cluster.job import CalibrationJob, JobPlan
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import SeqCalib, Settings
-from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
+from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec, worker_spec
 from kvpolicy.geometry import read_geometry
 
 Ids = Sequence[int]
@@ -60,7 +60,7 @@ def _torch_settings_kept() -> Iterator[None]:
 def make_plan(model: Path, prompts: Sequence[Ids], settings: Settings, workers: int = 1) -> JobPlan:
     """A float32 CPU job without a held-out evaluation."""
     geometry = read_geometry(model)
-    spec = WorkerSpec(str(model), geometry.config_hash, "float32", 0, 1)
+    spec = worker_spec(model, geometry, "float32")
     return JobPlan(model, geometry, settings, spec, workers, tuple(prompts), (), {})
 
 

@@ -38,6 +38,10 @@ def _assert_nothing_written(calibration: Calibration) -> None:
     [
         (["--tau", "1.5"], "--tau '1.5' is not accepted: give numbers in (0, 1]"),
         (["--tau", "x"], "--tau 'x' is not accepted"),
+        (["--tau", "0.9999999,1"], "two points would be called tau-1"),
+        (["--gpus-per-worker", "1.5"], "--gpus-per-worker 1.5 is not accepted"),
+        (["--gpus-per-worker", "nan"], "--gpus-per-worker nan is not accepted"),
+        (["--summary", "/no/such/folder/x.json"], "--summary /no/such/folder/x.json: not a file"),
         (["--codebook", "full"], "--codebook 'full' is not accepted"),
         (["--codebook", "64,-1"], "--codebook '64,-1' is not accepted"),
         (["--codebook", "4096,full"], "--length 768 is too short"),

@@ -6,6 +6,7 @@ Real processes are killed with SIGKILL in the middle of a layer.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -102,6 +103,17 @@ def test_deleted_artifact_of_a_finished_run_is_written_again(
     assert "every layer was calibrated before" in again.stdout
     assert load_artifact(folder).manifest.version == version
     assert hidden.exists()
+
+
+def test_damaged_artifact_is_never_overwritten(
+    calibration: Calibration, undisturbed: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(undisturbed[1], calibration.out)
+    damaged = calibration.out / "tiny-llama" / "seqcalib" / undisturbed[0] / "evidence.safetensors"
+    damaged.write_bytes(b"damaged")
+    assert main(calibration.arguments("--resume")) == 2
+    assert "move that folder away, then --resume" in capsys.readouterr().err
+    assert damaged.read_bytes() == b"damaged"
 
 
 @pytest.mark.parametrize(

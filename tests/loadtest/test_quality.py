@@ -165,7 +165,7 @@ def test_a_broken_run_keeps_what_it_has_and_resumes(
     quality, started, tmp_path, monkeypatch, capsys
 ):
     started.modes[:] = ["answer", "answer", "die"]
-    assert quality() == 2
+    assert quality("--servers", "1") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "error: tau-0.99: " in line and "MemoryError: no more pages" in line
     partial = read(tmp_path)
@@ -224,7 +224,7 @@ def test_a_damaged_result_is_named(quality, started, tmp_path, capsys):
 )
 def test_a_server_that_fails_is_one_line(quality, started, capsys, mode, says):
     started.modes[:] = [mode]
-    assert quality() == 2
+    assert quality("--servers", "1") == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert says in line and "error: full: " in line
 

@@ -33,6 +33,7 @@ def texts(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow  # two starts of half a minute
 def test_served_nll_is_the_references_and_full_finds_the_needles(
     smollm2, tokenizer, texts, tmp_path
 ):
@@ -40,7 +41,7 @@ def test_served_nll_is_the_references_and_full_finds_the_needles(
     points = [PointSpec("tau-0.99", policy)]
     folder = write_artifact(tmp_path, model_name="m", name="mixed", points=points)
     flags = ["--policy", str(folder), "--texts", str(texts), "--out", str(tmp_path / "out")]
-    flags += ["--context", str(CONTEXT), "--texts-per-run", "2", "--needles", "2"]
+    flags += ["--context", str(CONTEXT), "--texts-per-run", "2", "--needles", "2", "--servers", "1"]
     assert main(["quality", "--model", str(smollm2), *flags, "--baselines", "none"]) == 0
     result = msgspec.json.decode((tmp_path / "out" / "quality.json").read_bytes(), type=Result)
     prompts = build_prompts(load_texts([texts]), tokenizer(smollm2), CONTEXT, **COUNTS, seed=0)
