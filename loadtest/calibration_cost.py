@@ -128,7 +128,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     gradient, offset = np.polyfit(x, y, 1)
     spread = float(((y - y.mean()) ** 2).sum())
     left = float(((y - gradient * x - offset) ** 2).sum())
-    return float(gradient), 1 - left / spread if spread else 1.0
+    is_flat = spread <= 1e-12 * float((y**2).sum())
+    return float(gradient), 1.0 if is_flat else 1 - left / spread
 
 
 def measure(model: Path, setting: Setting, work: Path) -> Cost:
