@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from loadtest.model_fetch import sha256_file
 from loadtest.quality_contenders import Contender
 from loadtest.quality_measure import Bench, Fleet, Tick
 from loadtest.quality_report import compare, show
@@ -92,6 +94,7 @@ class ResultBook:
         self.setup, self.prompts, self.command = setup, prompts, command
         self._versions = versions()
         self._model = model_fingerprint(setup.model)
+        self._text_files = {path.name: sha256_file(path) for path in setup.text_files}
         earlier = read_rows(setup.out) if setup.resume else {}
         self.fingerprints = {c.name: self._fingerprint(c) for c in setup.contenders}
         self._rows = {
@@ -129,22 +132,15 @@ class ResultBook:
             chunk=CHUNK,
             seed=setup.seed,
             bootstrap=setup.bootstrap,
-            text_files=self._text_hashes(),
+            text_files=self._text_files,
             prompts_fingerprint=self.prompts.fingerprint,
             complete=len(rows) == len(setup.contenders),
             rows=rows,
             comparisons=compare(rows, setup.bootstrap, setup.seed),
         )
 
-    def _text_hashes(self) -> dict[str, str]:
-        from loadtest.model_fetch import sha256_file
-
-        return {path.name: sha256_file(path) for path in self.setup.text_files}
-
 
 def _renamed(row: Row, contender: Contender) -> Row:
-    from msgspec.structs import replace
-
     kind = contender.kind.value
     return replace(row, name=contender.name, kind=kind, beside=contender.beside)
 

@@ -11,37 +11,27 @@ import pytest
 import torch
 
 from calib_cluster import job
+from calib_cluster.cluster import Pool
 from calib_cluster.job import CalibrationJob, JobPlan
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import SeqCalib, Settings
-from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec, worker_spec
+from calib_cluster.worker import CalibrationWorker, WorkerSpec, worker_spec
 from kvpolicy.geometry import read_geometry
 
 Ids = Sequence[int]
 
 
-class InProcessPool:
-    """Stands for ``cluster.Pool``."""
-
-    restarts = 0
+class InProcessPool(Pool):
+    """A pool whose workers are plain objects of this process."""
 
     def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
         self._workers = [CalibrationWorker(spec) for _ in range(count)]
+        self._history = [[] for _ in range(count)]
+        self._restarts = 0
 
-    @property
-    def count(self) -> int:
-        return len(self._workers)
-
-    def probe(self) -> list[Probe]:
-        return self.call("probe")
-
-    def usage(self) -> list[Usage]:
-        return self.call("usage")
-
-    def tell(self, method: str, arguments: Sequence[tuple]) -> None:
-        self.call(method, arguments)
-
-    def call(self, method: str, arguments: Sequence[tuple] | None = None) -> list[Any]:
+    def call(
+        self, method: str, arguments: Sequence[tuple] | None = None, timeout: float | None = None
+    ) -> list[Any]:
         each = arguments if arguments is not None else [()] * self.count
         return [getattr(w, method)(*args) for w, args in zip(self._workers, each, strict=True)]
 
