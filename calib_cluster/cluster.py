@@ -17,7 +17,7 @@ from calib_cluster.errors import CalibrationError
 from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
 
 REACH_TIMEOUT = 5.0
-START_TIMEOUT = 120.0
+START_TIMEOUT = 600.0  # importing torch takes minutes on a machine that is busy
 HEARTBEAT = 30.0  # seconds without news before the log says that work goes on
 MAX_RESTARTS = 3  # of one worker within one call
 

@@ -60,7 +60,17 @@ def source(tmp_path_factory) -> Path:
     policy.mkdir(parents=True)
     (policy / "manifest.json").write_text("{}")
     (policy / "policy.safetensors").write_bytes(bytes(range(256)))
+    state = copy / "artifacts" / ".calibration" / "model-x.policy-y"  # of a run: never shipped
+    state.mkdir(parents=True, exist_ok=True)
+    (state / "run.json").write_text("{}")
     return copy
+
+
+def policy_files(source: Path) -> list[Path]:
+    """Files of the policies, without the state of calibration runs."""
+    root = source / "artifacts"
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return [path for path in files if not path.relative_to(root).parts[0].startswith(".")]
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +117,13 @@ def test_wheel_holds_our_packages_and_nothing_else(source, wheel):
         found = [path for path in (source / folder).rglob("*") if path.is_file()]
         kept = [path for path in found if path.suffix != ".md" and "results" not in path.parts]
         expected |= {str(path.relative_to(source)) for path in kept}
-    for path in (source / "artifacts").rglob("*"):
-        if path.is_file():
-            expected.add(f"{SHIPPED}/{path.relative_to(source / 'artifacts')}")
+    for path in policy_files(source):
+        expected.add(f"{SHIPPED}/{path.relative_to(source / 'artifacts')}")
     assert names == expected
 
 
 def test_shipped_policies_arrive_byte_for_byte(source, target):
-    files = [path for path in (source / "artifacts").rglob("*") if path.is_file()]
+    files = policy_files(source)
     assert len(files) >= 2
     for path in files:
         installed = target / SHIPPED / path.relative_to(source / "artifacts")
