@@ -162,7 +162,8 @@ def test_select_prints_every_point_and_the_chosen_one(ok, calibrated, model_dir,
     assert cells(out, "tau-0.99") == ["tau-0.99", "0.99", "0.9910", share, "yes", "<--"]
     assert cells(out, "tau-0.95")[-2:] == ["yes", ""]
     assert cells(out, "tau-0.995")[-2:] == ["no", ""]
-    by_name = ("select", "--policy", "seqcalib", "--model", model_dir("smollm2"), *args)
+    name = f"seqcalib@{folder.name}"  # a policy of that name ships as well
+    by_name = ("select", "--policy", name, "--model", model_dir("smollm2"), *args)
     assert ok(*by_name) == out
 
 
