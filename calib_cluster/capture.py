@@ -125,7 +125,9 @@ class SteppedModel:
         recorded: list[dict[str, Any]] = []
         first: list[torch.Tensor] = []
 
-        def record(hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        def record(hidden: torch.Tensor, *more: Any, **arguments: Any) -> torch.Tensor:
+            if any(item is not None for item in more):
+                raise self._cannot_be_stepped()
             first.append(hidden)
             recorded.append(arguments)
             return hidden
@@ -135,11 +137,14 @@ class SteppedModel:
         arguments = LayerArguments(tuple(recorded))
         known = self._arguments.setdefault(len(ids), arguments)
         if not known.same_as(arguments):
-            raise CalibrationError(
-                f"{self.geometry.architecture} passes its layers more than hidden states and "
-                "positions; it cannot be stepped layer by layer"
-            )
+            raise self._cannot_be_stepped()
         return first[0]
+
+    def _cannot_be_stepped(self) -> CalibrationError:
+        return CalibrationError(
+            f"{self.geometry.architecture} passes its layers more than hidden states and "
+            "positions; it cannot be stepped layer by layer"
+        )
 
     @torch.inference_mode()
     def judge(self, layer: int, hidden: torch.Tensor, codebook: Sequence[int], sinks: int) -> Tally:
@@ -243,7 +248,7 @@ class SteppedModel:
             )
 
 
-def _pass_on(hidden: torch.Tensor, **_arguments: Any) -> torch.Tensor:
+def _pass_on(hidden: torch.Tensor, *_more: Any, **_arguments: Any) -> torch.Tensor:
     return hidden
 
 

@@ -1,8 +1,10 @@
-"""The whole calibration job without Ray: real workers, called one after the other."""
+"""The whole calibration job from a test: real workers without Ray, or a local Ray cluster."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import pytest
 import torch
 
 from calib_cluster import job
-from calib_cluster.cluster import Pool
-from calib_cluster.job import CalibrationJob, JobPlan
+from calib_cluster.cluster import Pool, connected
+from calib_cluster.job import CalibrationJob, JobOutcome, JobPlan
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import SeqCalib, Settings
 from calib_cluster.worker import CalibrationWorker, WorkerSpec, worker_spec
@@ -63,3 +65,18 @@ def calibrate(
     with pytest.MonkeyPatch.context() as patch, _torch_settings_kept():
         patch.setattr(job, "Pool", InProcessPool)
         return CalibrationJob(plan, RunState(state), lambda _line: None).run().seqcalib
+
+
+def calibrate_on_ray(plan: JobPlan, state: Path) -> JobOutcome:
+    """The real thing on a local Ray cluster; ``state`` is the run's folder, which exists.
+
+    In a process of its own: Ray aborts a driver whose cluster fails, which must not be pytest.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(_drive, plan, state).result()
+
+
+def _drive(plan: JobPlan, state: Path) -> JobOutcome:
+    with connected(None, plan.workers, plan.spec.threads, plan.spec.gpus):
+        return CalibrationJob(plan, RunState(state), lambda _line: None).run()

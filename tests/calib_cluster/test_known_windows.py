@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from calib_cluster.capture import SteppedModel
-from calib_cluster.cluster import connected
-from calib_cluster.job import CalibrationJob
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import Settings, choose
 from kvpolicy.geometry import read_geometry
 from kvpolicy.windows import FULL
 from tests.calib_cluster.brute_force import DenseModel, brute_force
-from tests.calib_cluster.in_process import calibrate, make_plan
+from tests.calib_cluster.in_process import calibrate, calibrate_on_ray, make_plan
 from tests.calib_cluster.known_model import (
     ONLY_FIRST,
     UNIFORM,
@@ -77,15 +75,11 @@ def test_the_ray_job_finds_them_too(known, tmp_path):
     """Two Ray workers with a prompt each, through the real pool; every layer is kept on disk."""
     prompts = [known_prompt(seed) for seed in range(2)]
     settings = Settings(CODEBOOK, (TAU,), 4)
-    state = RunState(tmp_path)
-    said: list[str] = []
-    with connected(None, workers=2, threads=1, gpus=0):
-        plan = make_plan(known, prompts, settings, workers=2)
-        outcome = CalibrationJob(plan, state, said.append).run()
+    outcome = calibrate_on_ray(make_plan(known, prompts, settings, workers=2), tmp_path)
     assert outcome.seqcalib.chosen_rows(TAU) == WITH_SINKS
     assert outcome.restarts == 0
     assert len(outcome.usage) == 2
-    assert state.layers() == outcome.seqcalib.records
+    assert RunState(tmp_path).layers() == outcome.seqcalib.records
     alone = calibrate(known, prompts, settings, tmp_path / "alone")
     assert alone.records == outcome.seqcalib.records
 
