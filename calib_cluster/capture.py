@@ -171,9 +171,20 @@ class SteppedModel:
         ``windows`` of its kv heads (global layers); None means full history. Native layers run
         their own window and recurrent layers run as they are, whatever is given.
         """
-        rule = self._rule(self.geometry.layers[layer], windows, sinks)
-        with _attention_task(rule):
-            return self._call(layer, hidden)
+        geometry = self.geometry.layers[layer]
+        rule, called = self._rule(geometry, windows, sinks), []
+
+        def task(module, inputs: HeadInputs) -> torch.Tensor:
+            called.append(module)
+            return rule(module, inputs)
+
+        with _attention_task(task):
+            output = self._call(layer, hidden)
+        if geometry.is_attention and not called:  # windows would be ignored silently
+            raise CalibrationError(
+                f"attention of layer {layer} does not go through transformers' attention interface"
+            )
+        return output
 
     @torch.inference_mode()
     def loss(self, hidden: torch.Tensor, ids: Sequence[int]) -> float:
@@ -230,7 +241,7 @@ class SteppedModel:
     def _check_stepping(self) -> None:
         """Refuse a model that, stepped, does not say what its own eager forward says."""
         step = max(1, self.geometry.vocab_size // (CHECK_TOKENS + 1))
-        ids = [i * step for i in range(CHECK_TOKENS)]
+        ids = [i * step % self.geometry.vocab_size for i in range(CHECK_TOKENS)]
         self.model.set_attn_implementation("eager")
         expected = self.model(input_ids=self._tensor(ids), use_cache=False).logits[0].float()
         self.model.set_attn_implementation(IMPLEMENTATION)

@@ -37,14 +37,16 @@ def connected(address: str | None, workers: int, threads: int, gpus: float) -> I
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         gpu = {"num_gpus": None if gpus else 0}
-        options |= {"num_cpus": workers * threads, "include_dashboard": False, **gpu}
+        # "local": a node that happens to run here is not joined
+        options |= {"address": "local", "num_cpus": workers * threads, **gpu}
+        options |= {"include_dashboard": False}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     else:
         _check_reachable(address)
         options["address"] = address
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare one when its processes start too slowly
         raise CalibrationError(f"Ray at {address or 'local'}: {_first_line(error)}") from error
     try:
         _check_room(workers, threads, gpus)
