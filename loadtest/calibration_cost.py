@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from kvpolicy.geometry import read_geometry
 from kvpolicy.render import make_console
 from loadtest.demo_workload import model_folder
 from loadtest.errors import UserError
+from loadtest.result_files import write_json
 
 RESULT_FILE = "calibration-cost.json"
 PLOT_FILE = "calibration-cost.png"
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="calibration-cost-") as work:
         for setting in _with_bar(settings(), console):
             costs.append(measure(model, setting, Path(work)))
-            _write(_result(model, costs), args.out)
+            write_json(args.out / RESULT_FILE, _result(model, costs))
     result = _result(model, costs)
     plot(result, args.out / PLOT_FILE)
     console.print(table(result))
@@ -263,12 +263,6 @@ def _result(model: Path, costs: Sequence[Cost]) -> Result:
         costs=list(costs),
         slopes=[slope(costs, name) for name in fitted],
     )
-
-
-def _write(result: Result, folder: Path) -> None:
-    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    temporary.replace(folder / RESULT_FILE)
 
 
 def _with_bar(items: Sequence[Setting], console: Console) -> Iterator[Setting]:

@@ -97,7 +97,7 @@ def measure(
             seconds = time.monotonic() - began
             return _figures(contender, work, server, peak, seconds), answers
     except ServerError as error:
-        raise UserError(_one_line(contender.name, server, error)) from error
+        raise UserError(one_line(contender.name, server, error)) from error
 
 
 def _drive(
@@ -150,7 +150,7 @@ def _figures(
     )
 
 
-def _one_line(name: str, server: Server, error: ServerError) -> str:
+def one_line(name: str, server: Server, error: ServerError) -> str:
     lines = [line.strip()[:LINE_CHARS] for line in server.log_tail(50).splitlines()]
     told = [line for line in lines if line.startswith("raggedkv:")]
     told = told or [line for line in lines if line and "kill_process_tree" not in line]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from kvpolicy.render import human_bytes
 from loadtest.demo_measure import Agreement, Checked, Measured
-from loadtest.errors import UserError
+from loadtest.result_files import write_json
 
 RESULT_FILE = "demo.json"
 PROMPT = "The capital of France is"
@@ -45,18 +44,7 @@ class Result(msgspec.Struct, frozen=True):
 
 def write_result(result: Result, folder: Path) -> Path:
     """Write ``folder/demo.json`` by one rename. Raises UserError if it cannot be written."""
-    path = folder / RESULT_FILE
-    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    return path
+    return write_json(folder / RESULT_FILE, result)
 
 
 def table(result: Result) -> Table:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.errors import KvPolicyError
 from kvpolicy.geometry import ModelGeometry, read_geometry
 from kvpolicy.plan import parse_bytes
 from kvpolicy.residency import peak_bytes
 from kvpolicy.store import resolve
 from kvpolicy.windows import WindowPolicy
-from loadtest.errors import UserError
+from loadtest.errors import UserError, in_range, naming_flag
 from loadtest.model_specs import SPECS
 from loadtest.models import ensure_model
 from loadtest.servers import PAGE_SIZE
@@ -80,13 +79,13 @@ def make_workload(
     Raises:
         UserError: a value out of range, naming the flag and what is accepted.
     """
-    _in_range("--requests", requests, 1, MAX_REQUESTS)
-    _in_range("--prompt-tokens", prompt_tokens, 1)
-    _in_range("--output-tokens", output_tokens, 1)
-    _in_range("--checks", checks, 0)
-    size = _policy_errors("--kv-bytes", parse_bytes, kv_bytes)
+    in_range("--requests", requests, 1, MAX_REQUESTS)
+    in_range("--prompt-tokens", prompt_tokens, 1)
+    in_range("--output-tokens", output_tokens, 1)
+    in_range("--checks", checks, 0)
+    size = naming_flag("--kv-bytes", parse_bytes, kv_bytes)
     folder = model_folder(model)
-    geometry = _policy_errors("--model", read_geometry, folder).with_kv_dtype_bytes(DTYPE_BYTES)
+    geometry = naming_flag("--model", read_geometry, folder).with_kv_dtype_bytes(DTYPE_BYTES)
     work = Workload(
         folder, geometry, size, requests, prompt_tokens, output_tokens, min(checks, requests)
     )
@@ -114,7 +113,7 @@ def stock(work: Workload) -> Contender:
 
 def ragged(work: Workload, policy: str) -> Contender:
     """SGLang with ``policy`` and the same bytes. Raises UserError if there is no such policy."""
-    resolved = _policy_errors("--policy", resolve, policy, work.geometry)
+    resolved = naming_flag("--policy", resolve, policy, work.geometry)
     request_bytes = _request_bytes(resolved.policy, work)
     flags = ("--kv-policy", policy, "--kv-arena-bytes", str(work.kv_bytes))
     predicted = work.kv_bytes // request_bytes
@@ -127,13 +126,8 @@ def _request_bytes(policy: WindowPolicy, work: Workload) -> int:
     return peak_bytes(policy.levels(), work.geometry, work.final_tokens, PAGE_SIZE)
 
 
-def _in_range(flag: str, value: int, low: int, high: int | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        accepted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{flag} {value} is not accepted: give {accepted}")
-
-
 def model_folder(model: str) -> Path:
+    """Folder of a demo model (fetched if absent) or of a path. Raises UserError."""
     if model in SPECS:
         return ensure_model(model)
     folder = Path(model).expanduser()
@@ -143,11 +137,3 @@ def model_folder(model: str) -> Path:
             "a config.json"
         )
     return folder.resolve()
-
-
-def _policy_errors(flag: str, function, *args):
-    """``function(*args)``, with a KvPolicyError turned into a UserError that names the flag."""
-    try:
-        return function(*args)
-    except KvPolicyError as error:
-        raise UserError(f"{flag}: {error}") from error

@@ -16,7 +16,7 @@ import numpy as np
 from kvpolicy.artifact import PointSpec, write_artifact
 from kvpolicy.residency import page_residency, residency
 from kvpolicy.windows import FULL, WindowPolicy
-from loadtest.demo_measure import _one_line
+from loadtest.demo_measure import one_line
 from loadtest.errors import UserError
 from loadtest.quality_contenders import Contender, Kind
 from loadtest.quality_results import NeedleScore, Row, TextScore
@@ -90,7 +90,7 @@ class Bench:
                 with self.fleet.serve(server):
                     return self._ask(server, contender, fingerprint, flags, tick)
             except ServerError as error:
-                raise UserError(_one_line(contender.name, server, error)) from error
+                raise UserError(one_line(contender.name, server, error)) from error
 
     def _flags(self) -> list[str]:
         flags = ["--kv-arena-bytes", str(self.setup.arena_bytes)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from loadtest.errors import UserError
 from loadtest.model_fetch import sha256_file
 from loadtest.quality_stats import Interval
+from loadtest.result_files import write_json
 
 RESULT_FILE = "quality.json"
 SCHEMA_VERSION = 1
@@ -138,18 +138,7 @@ def row_fingerprint(settings: Sequence[object], windows: np.ndarray, sinks: int)
 
 def write_result(result: Result, folder: Path) -> Path:
     """Write ``folder/quality.json`` by one rename. Raises UserError if it cannot be written."""
-    path = folder / RESULT_FILE
-    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
-    return path
+    return write_json(folder / RESULT_FILE, result)
 
 
 def read_rows(folder: Path) -> dict[str, Row]:

@@ -7,13 +7,12 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.errors import KvPolicyError
 from kvpolicy.geometry import ModelGeometry, read_geometry
 from kvpolicy.residency import peak_bytes
 from kvpolicy.store import ResolvedPolicy, resolve
 from kvpolicy.windows import WindowPolicy
 from loadtest.demo_workload import DTYPE_BYTES, model_folder
-from loadtest.errors import UserError
+from loadtest.errors import UserError, in_range, naming_flag
 from loadtest.model_specs import DEFAULT_MODEL, SPECS
 from loadtest.quality_contenders import Contender, choose_points, line_up, parse_baselines
 from loadtest.quality_results import RESULT_FILE
@@ -99,13 +98,13 @@ def make_setup(args: argparse.Namespace) -> Setup:
     _check_numbers(args)
     baselines = parse_baselines(args.baselines)
     model = model_folder(args.model)
-    geometry = _naming("--model", read_geometry, model).with_kv_dtype_bytes(DTYPE_BYTES)
+    geometry = naming_flag("--model", read_geometry, model).with_kv_dtype_bytes(DTYPE_BYTES)
     if args.context + ANSWER_TOKENS > geometry.max_context:
         raise UserError(
             f"--context {args.context} is not accepted: with {ANSWER_TOKENS} tokens of answer this "
             f"model takes at most {geometry.max_context - ANSWER_TOKENS}"
         )
-    found: ResolvedPolicy = _naming("--policy", resolve, args.policy, geometry)
+    found: ResolvedPolicy = naming_flag("--policy", resolve, args.policy, geometry)
     points, beside = choose_points(found, args.point, args.baseline_point)
     contenders = line_up(found, geometry, points, beside, baselines, args.context, args.seed)
     _check_plotting()
@@ -119,30 +118,16 @@ def make_setup(args: argparse.Namespace) -> Setup:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    _in_range("--context", args.context, LEAST_CONTEXT)
-    _in_range("--texts-per-run", args.texts_per_run, 0)
-    _in_range("--needles", args.needles, 0)
+    in_range("--context", args.context, LEAST_CONTEXT)
+    in_range("--texts-per-run", args.texts_per_run, 0)
+    in_range("--needles", args.needles, 0)
     if not args.texts_per_run and not args.needles:
         raise UserError("--texts-per-run 0 and --needles 0 leave nothing to measure")
-    _in_range("--seed", args.seed, 0)
-    _in_range("--bootstrap", args.bootstrap, 100)
-    _in_range("--threads", args.threads, 1)
-    _in_range("--servers", args.servers, 1, 16)
-    _in_range("--concurrency", args.concurrency, 1, 64)
-
-
-def _in_range(flag: str, value: int, low: int, high: int | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        accepted = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{flag} {value} is not accepted: give {accepted}")
-
-
-def _naming(flag: str, function, *args):
-    """``function(*args)``, with a KvPolicyError turned into a UserError that names the flag."""
-    try:
-        return function(*args)
-    except KvPolicyError as error:
-        raise UserError(f"{flag}: {error}") from error
+    in_range("--seed", args.seed, 0)
+    in_range("--bootstrap", args.bootstrap, 100)
+    in_range("--threads", args.threads, 1)
+    in_range("--servers", args.servers, 1, 16)
+    in_range("--concurrency", args.concurrency, 1, 64)
 
 
 def _check_plotting() -> None:

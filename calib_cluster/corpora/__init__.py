@@ -1,8 +1,8 @@
 """Texts to calibrate and to evaluate on: recipes, the user's files, and mixes of them as prompts.
 
-``load_prompts`` is what calibration calls. Texts come from distribution packages at run time
-(``recipes``, ``fetch``), from generators (``generated``) or from the user (``files``); none is
-shipped with this project.
+Calibration calls ``load_corpora`` and ``choose_prompts``. Texts come from distribution packages at
+run time (``recipes``, ``fetch``), from generators (``generated``) or from the user (``files``);
+none is shipped with this project.
 """
 
 from calib_cluster.corpora.disjoint import RUN_WORDS, Overlap, check_disjoint, find_overlap

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvpolicy.artifact import load_artifact
-from tests.calib_cluster.tiny import ROOT, Calibration, environment
+from tests.calib_cluster.tiny import ROOT, Calibration, environment, wait_for
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -27,14 +28,27 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     """(job address, folder in which ``ray start`` was run) of a head node."""
     folder = tmp_path_factory.mktemp("head")
     port, dashboard = _free_port(), _free_port()
-    env = environment() | {"RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0"}
     start = [
-        RAY, "start", "--head", "--port", str(port), "--dashboard-port", str(dashboard),
+        RAY, "start", "--head", "--block", "--port", str(port), "--dashboard-port", str(dashboard),
         "--num-cpus", "2", "--num-gpus", "0",
     ]  # fmt: skip
-    subprocess.run(start, cwd=folder, env=env | {"PWD": str(folder)}, check=True)
-    yield f"http://127.0.0.1:{dashboard}", folder
-    subprocess.run([RAY, "stop", "--force"], check=True)
+    env = environment() | {"RAY_USAGE_STATS_ENABLED": "0", "PWD": str(folder)}
+    # --block: ending this process ends its node, and no other Ray on the machine
+    node = subprocess.Popen(start, cwd=folder, env=env)
+    try:
+        wait_for(lambda: node.poll() is not None or _answers(dashboard), timeout=120)
+        assert node.poll() is None, "ray start failed"
+        yield f"http://127.0.0.1:{dashboard}", folder
+    finally:
+        node.terminate()
+        node.wait(timeout=60)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/api/version").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _submit(address: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
