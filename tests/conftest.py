@@ -70,8 +70,8 @@ def tokenizer() -> Callable:
 def server_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """``server_factory(model_dir, *flags, env=None)``: a healthy Server of those flags.
 
-    Servers live until the module's tests end, because starting one costs half a minute; one
-    that died is started again. The prefix cache of a reused server is emptied.
+    The latest server is kept for the module's next test, its prefix cache emptied, because
+    starting one costs half a minute. Only that one: a Gemma server takes 7 GB of this machine.
     """
     from tests.harness.server import Server
 
@@ -85,6 +85,8 @@ def server_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
             if key in alive and alive[key].returncode is None:
                 alive[key].flush_cache()
                 return alive[key]
+            alive.clear()
+            stack.close()
             log = logs / f"{len(list(logs.iterdir()))}.log"
             alone = "PYTEST_XDIST_WORKER" not in os.environ
             server = Server(model_dir, *flags, env=env, log=log, threads=2 if alone else 1)
