@@ -10,23 +10,18 @@ from typing import NoReturn
 
 import msgspec
 
-from kvpolicy import render
-from kvpolicy.artifact import (
-    Artifact,
-    PointSpec,
-    folder_name,
-    load_artifact,
-    write_artifact,
-)
+from kvpolicy import cli_merge, cli_new, render
+from kvpolicy.artifact import load_artifact
+from kvpolicy.cli_find import MODEL_HELP, POLICY_HELP, find, geometry_of
 from kvpolicy.diff import compare
 from kvpolicy.errors import KvPolicyError, PolicyError
-from kvpolicy.geometry import ModelGeometry, read_geometry
+from kvpolicy.geometry import read_geometry
 from kvpolicy.plan import make_plan, parse_bytes, with_served_dtype
 from kvpolicy.render_diff import diff_view
 from kvpolicy.render_points import checked_text, selection_view
+from kvpolicy.render_retention import summary
 from kvpolicy.select import select_point
-from kvpolicy.store import BUILT_IN, find_folders, resolve, search_roots
-from kvpolicy.windows import WindowPolicy
+from kvpolicy.store import find_folders, resolve, search_roots
 
 EXIT_BAD_INPUT = 2
 
@@ -56,14 +51,17 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line's parser."""
     parser = _Parser(prog="python -m kvpolicy", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    _add_new(commands)
+    new = _add(commands, "new", cli_new.run, "write a policy that needs no calibration")
+    cli_new.add_arguments(new)
+    text = "write one policy with the windows of one artifact and the retention tables of another"
+    cli_merge.add_arguments(_add(commands, "merge", cli_merge.run, text))
     _add_plan(commands)
     _add_select(commands)
     _add_diff(commands)
     text = "print how a policy was made, its points, windows and residency"
     show = _add(commands, "show", show_command, text)
-    show.add_argument("policy", help=_POLICY_HELP)
-    show.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
+    show.add_argument("policy", help=POLICY_HELP)
+    show.add_argument("--model", metavar="DIR", help=MODEL_HELP)
     show.add_argument("--point", help="operating point (default: the policy's default)")
     verify = _add(commands, "verify", verify_command, "check an artifact's hashes and contents")
     verify.add_argument("policy", metavar="DIR", help="artifact folder")
@@ -73,24 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_POLICY_HELP = "artifact folder, or name[@version]"
-_MODEL_HELP = "model folder, needed to look up by name"
-
-
 def _add(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=run)
     return parser
-
-
-def _add_new(commands) -> None:
-    new = _add(commands, "new", new_command, "write a policy that needs no calibration")
-    new.add_argument("--model", metavar="DIR", required=True, help="Hugging Face model folder")
-    new.add_argument("--kind", choices=("full", "native", "uniform"), required=True)
-    new.add_argument("--window", type=int, metavar="N", help="tokens, the current one counted")
-    new.add_argument("--sinks", type=int, metavar="S", help="first tokens always kept (default 0)")
-    new.add_argument("--out", metavar="DIR", required=True, help="artifacts root to write under")
-    new.add_argument("--name", help="policy name (default: made from the kind)")
 
 
 def _add_plan(commands) -> None:
@@ -111,8 +95,8 @@ def _add_plan(commands) -> None:
 def _add_select(commands) -> None:
     text = "choose the point whose residency fits a budget, as --kv-residency does when serving"
     select = _add(commands, "select", select_command, text)
-    select.add_argument("--policy", metavar="P", required=True, help=_POLICY_HELP)
-    select.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
+    select.add_argument("--policy", metavar="P", required=True, help=POLICY_HELP)
+    select.add_argument("--model", metavar="DIR", help=MODEL_HELP)
     share = "share of the global layers' dense cache, above 0 and at most 1"
     select.add_argument("--residency", type=float, metavar="X", required=True, help=share)
     context = "tokens a request (default: the model's longest)"
@@ -123,69 +107,24 @@ def _add_select(commands) -> None:
 def _add_diff(commands) -> None:
     text = "compare two policies, or with --against two points of one"
     diff = _add(commands, "diff", diff_command, text)
-    diff.add_argument("a", metavar="A", help=_POLICY_HELP)
+    diff.add_argument("a", metavar="A", help=POLICY_HELP)
     diff.add_argument("b", metavar="B", nargs="?", help="the other policy (default: A itself)")
     diff.add_argument("--point", metavar="X", help="point of A, and of B without --against")
     diff.add_argument("--against", metavar="Y", help="point of B")
-    diff.add_argument("--model", metavar="DIR", help=_MODEL_HELP)
+    diff.add_argument("--model", metavar="DIR", help=MODEL_HELP)
     diff.add_argument("--json", action="store_true", help="print the comparison as JSON")
-
-
-def new_command(args: argparse.Namespace) -> None:
-    """Write an artifact and print its folder."""
-    geom = read_geometry(args.model)
-    policy = _new_policy(args, geom)
-    name = args.name or _default_name(args, policy)
-    if name in BUILT_IN and name != args.kind:
-        raise PolicyError(f"policy name {name!r} is taken by a built-in policy; choose another")
-    path = write_artifact(
-        args.out,
-        model_name=folder_name(args.model),
-        name=name,
-        points=[PointSpec("default", policy)],
-    )
-    print(path)
-
-
-def _new_policy(args: argparse.Namespace, geom: ModelGeometry) -> WindowPolicy:
-    if args.kind == "uniform":
-        if args.window is None:
-            raise PolicyError("--kind uniform needs --window N")
-        return WindowPolicy.uniform(geom, args.window, args.sinks or 0)
-    if args.window is not None or args.sinks is not None:
-        raise PolicyError(f"--kind {args.kind} takes no --window or --sinks")
-    return BUILT_IN[args.kind](geom)
-
-
-def _default_name(args: argparse.Namespace, policy: WindowPolicy) -> str:
-    return f"uniform-w{args.window}-s{policy.sinks}" if args.kind == "uniform" else args.kind
 
 
 def show_command(args: argparse.Namespace) -> None:
     """Print how an artifact was made, its points, levels, windows and residency."""
-    artifact = _find(args.policy, _geometry(args))
+    artifact = find(args.policy, geometry_of(args))
     render.make_console().print(render.artifact_view(artifact, args.point))
-
-
-def _geometry(args: argparse.Namespace) -> ModelGeometry | None:
-    return read_geometry(args.model) if args.model else None
-
-
-def _find(spec: str, geom: ModelGeometry | None) -> Artifact:
-    if Path(spec).is_dir():
-        return load_artifact(spec, geom)
-    if geom is None:
-        raise PolicyError(f"no folder {spec}; to look a policy up by name give --model DIR")
-    found = resolve(spec, geom).artifact
-    if found is None:
-        raise PolicyError(f"{spec!r} is built in and has no points; new --kind {spec} writes it")
-    return found
 
 
 def select_command(args: argparse.Namespace) -> None:
     """Print every point at a context and the one that a budget picks."""
-    geom = _geometry(args)
-    artifact = _find(args.policy, geom)
+    geom = geometry_of(args)
+    artifact = find(args.policy, geom)
     selection = select_point(artifact, args.residency, args.context, geom)
     if args.json:
         _print_json(selection)
@@ -197,9 +136,9 @@ def diff_command(args: argparse.Namespace) -> None:
     """Print what differs between two points."""
     if args.b is None and args.against is None:
         raise PolicyError("diff needs a second policy, or --against POINT to compare within one")
-    geom = _geometry(args)
-    a = _find(args.a, geom)
-    b = a if args.b is None else _find(args.b, geom)
+    geom = geometry_of(args)
+    a = find(args.a, geom)
+    b = a if args.b is None else find(args.b, geom)
     # within one policy, --point names A's side only
     point_b = args.against if args.against is not None else args.point
     found = compare(a, b, args.point, point_b)
@@ -215,14 +154,15 @@ def _print_json(record: msgspec.Struct) -> None:
 
 def verify_command(args: argparse.Namespace) -> None:
     """Verify an artifact and print what was checked."""
-    geom = _geometry(args)
+    geom = geometry_of(args)
     artifact = load_artifact(args.policy, geom)
     fits = f", fits {args.model}" if geom else ""
     files = len(artifact.manifest.files)
+    retention = "" if artifact.retention is None else f", retention {summary(artifact)}"
     print(
         f"ok: {artifact.policy_id}, {files} file hash(es), version, geometry and recorded "
         f"residency of {len(artifact.manifest.points)} point(s) match"
-        f"{checked_text(artifact)}{fits}"
+        f"{checked_text(artifact)}{retention}{fits}"
     )
     recorded = artifact.manifest.model.config_hash
     if geom is not None and geom.config_hash != recorded:
@@ -238,7 +178,7 @@ def list_command(args: argparse.Namespace) -> int:
             whole.append(load_artifact(folder))
         except KvPolicyError as error:
             damaged.append(error)
-    render.make_console().print(render.artifacts_table(whole))
+    render.make_console().print(render.artifacts_view(whole))
     for error in damaged:
         _complain(error)
     return EXIT_BAD_INPUT if damaged else 0

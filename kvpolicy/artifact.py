@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,31 +27,37 @@ from safetensors.numpy import save as save_tensors
 from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.geometry import ModelGeometry
 from kvpolicy.manifest import (
-    KIND_WINDOWS,
     SCHEMA_VERSION,
     CalibrationRecord,
     Manifest,
     ModelRecord,
     Point,
+    RetentionRecord,
     content_version,
+    kinds_of,
 )
+from kvpolicy.names import check_name
+from kvpolicy.names import folder_name as folder_name  # a writer needs it with write_artifact
 from kvpolicy.residency import residency
+from kvpolicy.retention.tables import TENSORS as RETENTION_TENSORS
+from kvpolicy.retention.tables import RetentionTables
 from kvpolicy.windows import WindowPolicy
 
 MANIFEST_FILE = "manifest.json"
 TENSOR_FILE = "policy.safetensors"
 WINDOWS_TENSOR = "windows"
 RESIDENCY_CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A verified artifact. ``windows`` is int32 [points, attention layers, max kv heads]."""
+    """A verified artifact. ``windows`` is int32 [points, attention layers, max kv heads];
+    ``retention`` holds the tables that every point shares, None in a policy of windows only."""
 
     path: Path
     manifest: Manifest
     windows: np.ndarray
+    retention: RetentionTables | None = None
 
     @property
     def policy_id(self) -> str:
@@ -90,21 +95,6 @@ class PointSpec:
     fidelity: float | None = None
 
 
-def check_name(name: str, what: str = "policy name") -> str:
-    """Return ``name`` if it is fit for a folder and ``name@version``, else raise PolicyError."""
-    if not _NAME.fullmatch(name):
-        raise PolicyError(
-            f"{what} {name!r} is not accepted; use 1-64 of a-z 0-9 . _ - starting with a-z 0-9"
-        )
-    return name
-
-
-def folder_name(model_dir: str | Path) -> str:
-    """A model folder's name as artifacts spell it: lower case, odd characters dashed."""
-    name = Path(model_dir).resolve().name.lower()
-    return re.sub(r"[^a-z0-9._-]+", "-", name).strip("-._")[:64] or "model"
-
-
 def write_artifact(
     root: str | Path,
     *,
@@ -115,12 +105,15 @@ def write_artifact(
     calibration: CalibrationRecord | None = None,
     weight_hashes: dict[str, str] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    retention: RetentionTables | None = None,
+    retention_calibration: CalibrationRecord | None = None,
 ) -> Path:
     """Write ``root/model_name/name/<version>/`` and return its path.
 
-    All points share one geometry and one sink count. The folder appears by one rename, after its
-    files are on disk; an interrupted write leaves nothing visible. Writing what is already there
-    returns the existing folder.
+    All points share one geometry, one sink count and the retention tables, if any.
+    ``calibration`` is how the windows were made, ``retention_calibration`` the tables. The folder
+    appears by one rename, after its files are on disk; an interrupted write leaves nothing
+    visible. Writing what is already there returns the existing folder.
 
     Raises:
         PolicyError: bad names or points, an existing folder of that version that is damaged, or
@@ -128,10 +121,15 @@ def write_artifact(
     """
     check_name(model_name, "model name")
     tensors = {WINDOWS_TENSOR: _stack(points)}
+    record = _retention_record(retention, retention_calibration)
+    if retention is not None:
+        retention.check_fits(points[0].policy.geometry)
+        tensors |= retention.to_tensors()
     data = save_tensors(tensors)
     files = {**_checked_extras(extra_files or {}), TENSOR_FILE: data}
+    check_name(name)
     manifest = _build_manifest(
-        model_name, check_name(name), points, default_point, calibration, weight_hashes, files
+        model_name, name, points, default_point, calibration, weight_hashes, files, record
     )
     manifest = msgspec.structs.replace(manifest, version=content_version(manifest, tensors))
     files[MANIFEST_FILE] = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
@@ -157,14 +155,15 @@ def load_artifact(path: str | Path, geom: ModelGeometry | None = None) -> Artifa
     folder = Path(path)
     manifest = read_manifest(folder)
     _check_files(folder, manifest)
-    windows = _read_windows(folder, manifest)
-    expected = content_version(manifest, {WINDOWS_TENSOR: windows})
+    tensors = _read_tensors(folder, manifest)
+    windows = _checked_windows(folder, manifest, tensors)
+    expected = content_version(manifest, tensors)
     if expected != manifest.version:
         raise PolicyError(
             f"{folder}: content does not match version {manifest.version} (it hashes to "
             f"{expected}); the manifest was edited or damaged"
         )
-    artifact = Artifact(folder, manifest, windows)
+    artifact = Artifact(folder, manifest, windows, _retention_tables(folder, manifest, tensors))
     _check_points(artifact)
     if geom is not None:
         check_fits(artifact, geom)
@@ -184,8 +183,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise PolicyError(
             f"{path}: schema_version {manifest.schema_version} unknown; accepted: {SCHEMA_VERSION}"
         )
-    if manifest.kinds != (KIND_WINDOWS,):
-        raise PolicyError(f"{path}: kinds {list(manifest.kinds)} unknown; accepted: ['windows']")
+    wanted = kinds_of(manifest.retention)
+    if manifest.kinds != wanted:
+        raise PolicyError(
+            f"{path}: kinds {list(manifest.kinds)} unknown or not what it holds; accepted: "
+            f"{list(wanted)}"
+        )
     if manifest.model.geometry.fingerprint() != manifest.model.geometry_hash:
         raise PolicyError(f"{path}: recorded geometry does not match its hash")
     return manifest
@@ -239,6 +242,7 @@ def _build_manifest(
     calibration: CalibrationRecord | None,
     weight_hashes: dict[str, str] | None,
     files: Mapping[str, bytes],
+    retention: RetentionRecord | None,
 ) -> Manifest:
     geometry = points[0].policy.geometry
     default = default_point if default_point is not None else points[0].name
@@ -248,7 +252,7 @@ def _build_manifest(
         schema_version=SCHEMA_VERSION,
         name=name,
         version="",
-        kinds=(KIND_WINDOWS,),
+        kinds=kinds_of(retention),
         model=ModelRecord(
             model_name, geometry.fingerprint(), geometry.config_hash, geometry, weight_hashes
         ),
@@ -258,6 +262,7 @@ def _build_manifest(
         default_point=default,
         files={file: hashlib.sha256(data).hexdigest() for file, data in sorted(files.items())},
         created_with=_created_with(),
+        retention=retention,
     )
 
 
@@ -329,15 +334,23 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         raise PolicyError(f"{folder}: files not listed in the manifest: {', '.join(unlisted)}")
 
 
-def _read_windows(folder: Path, manifest: Manifest) -> np.ndarray:
+def _read_tensors(folder: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     try:
         tensors = load_tensors(_read(folder / TENSOR_FILE))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"{folder}: {TENSOR_FILE} is not valid safetensors: {error}") from None
-    if set(tensors) != {WINDOWS_TENSOR}:
+    wanted = [WINDOWS_TENSOR, *(RETENTION_TENSORS if manifest.retention is not None else ())]
+    if set(tensors) != set(wanted):
         raise PolicyError(
-            f"{folder}: {TENSOR_FILE} must hold exactly [windows], found {sorted(tensors)}"
+            f"{folder}: {TENSOR_FILE} must hold exactly [{', '.join(sorted(wanted))}], found "
+            f"{sorted(tensors)}"
         )
+    return tensors
+
+
+def _checked_windows(
+    folder: Path, manifest: Manifest, tensors: Mapping[str, np.ndarray]
+) -> np.ndarray:
     windows = tensors[WINDOWS_TENSOR]
     geometry = manifest.model.geometry
     shape = (len(manifest.points), len(geometry.attention_layers), geometry.max_kv_heads)
@@ -347,6 +360,30 @@ def _read_windows(folder: Path, manifest: Manifest) -> np.ndarray:
             f"{list(windows.shape)}"
         )
     return windows
+
+
+def _retention_record(
+    tables: RetentionTables | None, calibration: CalibrationRecord | None
+) -> RetentionRecord | None:
+    if tables is not None:
+        return RetentionRecord(tables.rule, tables.budgets, calibration)
+    if calibration is not None:
+        raise PolicyError("a calibration of retention tables needs the tables")
+    return None
+
+
+def _retention_tables(
+    folder: Path, manifest: Manifest, tensors: Mapping[str, np.ndarray]
+) -> RetentionTables | None:
+    record = manifest.retention
+    if record is None:
+        return None
+    try:
+        tables = RetentionTables.from_tensors(record.rule, record.budgets, tensors)
+        tables.check_fits(manifest.model.geometry)
+    except PolicyError as error:
+        raise PolicyError(f"{folder}: {error}") from None
+    return tables
 
 
 def _check_points(artifact: Artifact) -> None:

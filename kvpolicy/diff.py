@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 import numpy as np
 
@@ -49,7 +51,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def identical(self) -> bool:
-        """Whether neither windows, sinks nor the way they were made differ."""
+        """Whether neither windows, sinks, retention nor the way they were made differ."""
         return not self.changes and not self.manifest
 
 
@@ -78,7 +80,7 @@ def compare(
         changes=_changes(policy_a, policy_b),
         residency=_residencies(policy_a, policy_b),
         spearman=spearman(_global_windows(policy_a), _global_windows(policy_b)),
-        manifest=_differences(_record(a.manifest, point_a), _record(b.manifest, point_b)),
+        manifest=_differences(_record(a, point_a), _record(b, point_b)),
     )
 
 
@@ -122,8 +124,27 @@ def _residencies(a: WindowPolicy, b: WindowPolicy) -> dict[int, tuple[float, flo
     return {c: (residency(a, geom, c), residency(b, geom, c)) for c in contexts}
 
 
-def _record(manifest: Manifest, point: str) -> dict[str, str]:
-    """What made a point, as flat text entries."""
+def _record(artifact: Artifact, point: str) -> dict[str, str]:
+    """What made a point and how prompts are frozen, as flat text entries."""
+    return _point_record(artifact.manifest, point) | _retention_record(artifact)
+
+
+def _retention_record(artifact: Artifact) -> dict[str, str]:
+    tables = artifact.retention
+    if tables is None:
+        return {"retention": "none"}
+    record = {"retention": tables.rule.name}
+    for option in tables.rule.options.split():
+        name, _, value = option.partition("=")
+        record[f"retention {name}"] = value
+    record["retention budgets"] = ", ".join(map(str, tables.budgets)) or "none"
+    for name, array in tables.to_tensors().items():
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        record[f"retention table {name}"] = f"{digest[:12]} {list(array.shape)}"
+    return record
+
+
+def _point_record(manifest: Manifest, point: str) -> dict[str, str]:
     chosen: Point = manifest.points[manifest.point_index(point)]
     record = {"sinks": str(manifest.sinks), "config hash": manifest.model.config_hash}
     record |= {"tau": str(chosen.tau), "fidelity": str(chosen.fidelity)}

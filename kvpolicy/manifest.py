@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 
 from kvpolicy.geometry import ModelGeometry
+from kvpolicy.retention.rule import RetentionRule
 
 SCHEMA_VERSION = 1
 KIND_WINDOWS = "windows"
+KIND_RETENTION = "retention"
 VERSION_DIGITS = 12
 
 
@@ -62,8 +64,22 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fidelity: float | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``manifest.json``. ``files`` maps every other file of the folder to its sha256."""
+class RetentionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The retention part of a policy: its rule, the budgets in tokens that its gate was compiled
+    for (one per row of the ``gate`` tensor), and how the tables were compiled (None: they were
+    not)."""
+
+    rule: RetentionRule
+    budgets: tuple[int, ...]
+    calibration: CalibrationRecord | None = None
+
+
+# omit_defaults: a policy without retention is written as before there was any
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``manifest.json``. ``files`` maps every other file of the folder to its sha256.
+
+    ``calibration`` is the windows'; ``retention`` is None in a policy of windows only.
+    """
 
     schema_version: int
     name: str
@@ -76,11 +92,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     default_point: str
     files: dict[str, str]
     created_with: dict[str, str]
+    retention: RetentionRecord | None = None
 
     def point_index(self, name: str) -> int | None:
         """Row of point ``name`` in the windows tensor, or None."""
         names = [point.name for point in self.points]
         return names.index(name) if name in names else None
+
+
+def kinds_of(retention: RetentionRecord | None) -> tuple[str, ...]:
+    """What a manifest's ``kinds`` must say."""
+    return (KIND_WINDOWS,) if retention is None else (KIND_WINDOWS, KIND_RETENTION)
 
 
 def content_version(manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> str:
@@ -101,9 +123,21 @@ def content_version(manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> st
         "default_point": manifest.default_point,
         "tensors": {name: _tensor_record(tensors[name]) for name in sorted(tensors)},
     }
+    if manifest.retention is not None:  # absent, not null: older policies keep their version
+        record["retention"] = _retention_identity(manifest.retention)
     plain = msgspec.to_builtins(record, str_keys=True)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:VERSION_DIGITS]
+
+
+def _retention_identity(record: RetentionRecord) -> dict[str, object]:
+    # only what differs from the paper: an option that a later release adds moves no version
+    rule = record.rule
+    return {
+        "rule": [rule.name, rule.departures],
+        "budgets": record.budgets,
+        "calibration": record.calibration,
+    }
 
 
 def _tensor_record(tensor: np.ndarray) -> dict[str, object]:

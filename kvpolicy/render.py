@@ -13,6 +13,7 @@ from kvpolicy.artifact import RESIDENCY_CONTEXTS, Artifact
 from kvpolicy.geometry import LayerKind, ModelGeometry
 from kvpolicy.plan import Plan, Prediction
 from kvpolicy.render_points import calibration_text, points_table, tau_range
+from kvpolicy.render_retention import retention_text, summary
 from kvpolicy.residency import page_residency, residency
 from kvpolicy.windows import FULL, WindowPolicy
 
@@ -143,6 +144,8 @@ def artifact_view(artifact: Artifact, point: str | None) -> Group:
         parts.append(calibration_text(manifest.calibration, tuple(manifest.files)))
     if manifest.calibration is not None or len(manifest.points) > 1:
         parts.append(points_table(artifact))
+    if artifact.retention is not None:
+        parts.append(retention_text(artifact, policy))
     parts += [
         levels_table(policy),
         matrix_text(policy),
@@ -151,19 +154,30 @@ def artifact_view(artifact: Artifact, point: str | None) -> Group:
     return Group(*parts)
 
 
-def artifacts_table(artifacts: Sequence[Artifact]) -> Table:
-    """One row an artifact: what it is, for which model, and how it was made."""
+def artifacts_view(artifacts: Sequence[Artifact]) -> Group:
+    """One row an artifact, then one line for each that has retention tables."""
+    lines = [
+        Text(f"retention of {artifact.policy_id}: {summary(artifact)}")
+        for artifact in artifacts
+        if artifact.retention is not None
+    ]
+    return Group(_artifacts_table(artifacts), *lines)
+
+
+def _artifacts_table(artifacts: Sequence[Artifact]) -> Table:
+    """What each artifact is, for which model, and how it was made."""
     table = Table(title="policies", title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for column in ("model", "made by", "tau", "points", "folder"):
+    for column in ("model", "made by", "tau", "points", "retention", "folder"):
         table.add_column(column, overflow="fold")
     for artifact in artifacts:
         manifest = artifact.manifest
         calibration = manifest.calibration
         method = "not calibrated" if calibration is None else calibration.method
         points = f"{len(manifest.points)}, default {manifest.default_point}"
+        rule = "-" if manifest.retention is None else manifest.retention.rule.name
         cells = (artifact.policy_id, manifest.model.name, method, tau_range(manifest), points)
-        table.add_row(*cells, str(artifact.path))
+        table.add_row(*cells, rule, str(artifact.path))
     return table
 
 

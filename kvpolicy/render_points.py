@@ -53,17 +53,23 @@ def tau_range(manifest: Manifest) -> str:
 
 def calibration_text(record: CalibrationRecord, files: Sequence[str]) -> Text:
     """How a policy was calibrated, and what was kept of it; ``files`` are the artifact's."""
+    lines = calibration_lines(record, "calibrated")
+    if REPORT_FILE in files:
+        lines.append(f"  report: {REPORT_FILE} in the policy's folder (open it in a browser)")
+    return Text("\n".join(lines))
+
+
+def calibration_lines(record: CalibrationRecord, verb: str) -> list[str]:
+    """Method, corpora and settings of a calibration; ``verb`` says what it did."""
     lines = [
-        f"calibrated by {record.method}: {record.prompts} prompts, {record.tokens} tokens, "
+        f"{verb} by {record.method}: {record.prompts} prompts, {record.tokens} tokens, "
         f"seed {record.seed}, code {short(record.code_version)}"
     ]
     lines += [f"  corpus {name} ({short(digest)})" for name, digest in record.corpora.items()]
     settings = [f"{name}={value}" for name, value in record.hyperparameters.items()]
     if settings:
         lines.append(f"  settings: {', '.join(settings)}")
-    if REPORT_FILE in files:
-        lines.append(f"  report: {REPORT_FILE} in the policy's folder (open it in a browser)")
-    return Text("\n".join(lines))
+    return lines
 
 
 def points_table(artifact: Artifact) -> Table:

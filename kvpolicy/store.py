@@ -10,6 +10,7 @@ from pathlib import Path
 from kvpolicy.artifact import MANIFEST_FILE, Artifact, load_artifact, read_manifest
 from kvpolicy.errors import PolicyError
 from kvpolicy.geometry import ModelGeometry
+from kvpolicy.retention.tables import RetentionTables
 from kvpolicy.windows import WindowPolicy
 
 SEARCH_VARIABLE = "RAGGEDKV_ARTIFACTS"
@@ -27,6 +28,11 @@ class ResolvedPolicy:
     policy: WindowPolicy
     artifact: Artifact | None = None
     point: str | None = None
+
+    @property
+    def retention(self) -> RetentionTables | None:
+        """Retention tables of the policy; None if it has windows only, or is built in."""
+        return None if self.artifact is None else self.artifact.retention
 
 
 def search_roots() -> list[Path]:

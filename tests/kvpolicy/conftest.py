@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvpolicy.__main__ import main
 from kvpolicy.artifact import PointSpec, write_artifact
 from kvpolicy.evidence import Evidence, HeldOut, calibratable, to_files
 from kvpolicy.geometry import ModelGeometry, geometry_from_config
@@ -259,6 +260,7 @@ class Calibrated:
         return write_artifact(
             root, model_name="model", name="seqcalib", points=points, default_point="tau-0.99",
             calibration=self.record, extra_files=kept,
+            weight_hashes={"model.safetensors": "34" * 32},
         )  # fmt: skip
 
 
@@ -270,3 +272,32 @@ def calibrated(geometry):
         return Calibrated(geometry(name), seed)
 
     return make
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """``run(*args)``: exit status, stdout and stderr of one command in an empty folder."""
+    monkeypatch.setenv("RAGGEDKV_ARTIFACTS", "")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(arg) for arg in args])
+        except SystemExit as leave:
+            status = leave.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def ok(run):
+    """``ok(*args)``: stdout of a command that must succeed silently otherwise."""
+
+    def call(*args: object) -> str:
+        status, out, err = run(*args)
+        assert (status, err) == (0, "")
+        return out
+
+    return call

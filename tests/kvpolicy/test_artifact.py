@@ -17,9 +17,10 @@ from safetensors.numpy import save
 from kvpolicy import artifact as artifact_module
 from kvpolicy.artifact import Artifact, PointSpec, load_artifact, read_manifest, write_artifact
 from kvpolicy.errors import PolicyError
-from kvpolicy.manifest import CalibrationRecord, content_version
+from kvpolicy.manifest import CalibrationRecord
 from kvpolicy.store import find_folders
 from kvpolicy.windows import WindowPolicy
+from tests.kvpolicy.forging import edit_manifest, resign
 
 CALIBRATION = CalibrationRecord(
     method="seqcalib",
@@ -46,23 +47,6 @@ def write(geometry, tmp_path):
         return write_artifact(root, **options)
 
     return make
-
-
-def edit_manifest(folder: Path, edit) -> None:
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
-
-
-def resign(folder: Path) -> None:
-    """Make hashes and version consistent again, as a careful forger would."""
-    data = (folder / "policy.safetensors").read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    edit_manifest(folder, lambda m: m["files"].update({"policy.safetensors": digest}))
-    tensors = artifact_module.load_tensors(data)
-    version = content_version(read_manifest(folder), tensors)
-    edit_manifest(folder, lambda m: m.update(version=version))
 
 
 def test_round_trip(write, geometry):

@@ -7,41 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.__main__ import main
 from kvpolicy.artifact import load_artifact
 from kvpolicy.diff import compare
 from kvpolicy.evidence import margin
 from kvpolicy.residency import residency
 from kvpolicy.select import select_point
-
-
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """``run(*args)``: exit status, stdout and stderr of one command in an empty folder."""
-    monkeypatch.setenv("RAGGEDKV_ARTIFACTS", "")
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(arg) for arg in args])
-        except SystemExit as leave:
-            status = leave.code
-        return status, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def ok(run):
-    """``ok(*args)``: stdout of a command that must succeed silently otherwise."""
-
-    def call(*args: object) -> str:
-        status, out, err = run(*args)
-        assert (status, err) == (0, "")
-        return out
-
-    return call
 
 
 def cells(table: str, first: str) -> list[str]:
