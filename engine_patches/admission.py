@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
@@ -27,6 +29,7 @@ class RaggedPrefillAdder(PrefillAdder):
         super().__init__(*args, **kwargs)
         allocator = self.token_to_kv_pool_allocator
         allocator.attach(self.tree_cache)
+        self._unfinished: Req | None = None
         self.residents = allocator.residents
         for req in self.running_batch.reqs if self.running_batch is not None else ():
             if getattr(req, "raggedkv", None) is not None:
@@ -51,7 +54,8 @@ class RaggedPrefillAdder(PrefillAdder):
     def shortage(self, req: Req) -> int:
         """Pages that are missing to admit the request now (<= 0: it fits)."""
         hit = self.token_to_kv_pool_allocator.hit_pages(req)
-        cost = self.residents.prefix_cost(hit, self.target_of(req))
+        freeze = self.token_to_kv_pool_allocator.freeze_of(req)
+        cost = self.residents.prefix_cost(hit, self.target_of(req), freeze)
         return self.committed() + cost - self.residents.ledger.capacity
 
     # -- SGLang's adder ------------------------------------------------------------------------
@@ -69,10 +73,61 @@ class RaggedPrefillAdder(PrefillAdder):
     def add_one_req_ignore_eos(self, req: Req) -> AddReqResult:
         if self.shortage(req) > 0:
             return AddReqResult.NO_TOKEN
-        result = super().add_one_req_ignore_eos(req)
+        left = self._left_of_prompt(req, req.prefix_len)
+        if left is not None and self._chunk_pending:
+            return AddReqResult.OTHER
+        with self._chunks_within(left):
+            result = super().add_one_req_ignore_eos(req)
         if self.can_run_list and self.can_run_list[-1] is req:
             self._start(req)
         return result
+
+    # -- a retracted request's prompt is frozen again before its output follows ------------------
+
+    def _left_of_prompt(self, req: Req, prefix: int) -> int | None:
+        """Prompt tokens after ``prefix`` if the next chunk must stop where the prompt ends."""
+        prompt, total = len(req.origin_input_ids), len(req.full_untruncated_fill_ids)
+        if not prefix < prompt < total:
+            return None
+        freezes = self.token_to_kv_pool_allocator.freeze_of(req) is not None
+        return prompt - prefix if freezes else None
+
+    @contextmanager
+    def _chunks_within(self, left: int | None):
+        """Let no chunk be longer than ``left`` tokens (None: as SGLang says)."""
+        limit = self.rem_chunk_tokens
+        if left is None or (limit is not None and limit <= left):
+            yield
+            return
+        self.rem_chunk_tokens = left
+        try:
+            yield
+        finally:
+            used = left - self.rem_chunk_tokens
+            self.rem_chunk_tokens = None if limit is None else limit - used
+
+    def _select_prefill_admission(self, req: Req, **kwargs):
+        admission = super()._select_prefill_admission(req, **kwargs)
+        if isinstance(admission, AddReqResult):
+            return admission
+        left = self._left_of_prompt(req, admission.prefix_len)
+        if left is None or admission.extend_len <= left:
+            return admission
+        if self._chunk_pending or kwargs.get("has_chunked_req"):
+            return AddReqResult.OTHER
+        return replace(admission, extend_len=left, max_new_tokens=0, is_chunked=True)
+
+    @property
+    def _chunk_pending(self) -> bool:
+        """Whether some request already ends this batch inside its prompt: SGLang tracks one."""
+        return self.new_chunked_req is not None or self._unfinished is not None
+
+    def add_chunked_req(self, req: Req) -> Req | None:
+        whole = len(req.full_untruncated_fill_ids) - req.prefix_len
+        left = self._left_of_prompt(req, req.prefix_len)
+        with self._chunks_within(whole if left is None else left):
+            self._unfinished = super().add_chunked_req(req)
+        return self._unfinished
 
     def _start(self, req: Req) -> None:
         resident = self.token_to_kv_pool_allocator.start(req)

@@ -14,14 +14,17 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from engine_patches import serving
+from engine_patches import freezing, serving
+from engine_patches.budget import BudgetError, Wish
 from engine_patches.counters import Counters
+from engine_patches.freeze import Freeze, Freezer, FreezeReport
 from engine_patches.metrics import Metrics
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.residents import Resident, Residents
 from engine_patches.startup import startup_table
 from kvpolicy.residency import peak_pages
+from kvpolicy.retention import retention_units
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -46,7 +49,12 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         self.counters = Counters()
         self.tree_cache: BasePrefixCache | None = None
         self.residents = Residents(self.ledger, page_size, cache=True, reclaim=self.reclaim)
+        self.residents.freezes = served.retention is not None
         self.planner = Planner(self.residents)
+        if served.retention is not None:
+            _, layers, heads = retention_units(served.policy)
+            served.freezer = Freezer(served.retention, layers, heads, kvcache.keys, kvcache.values)
+        self.served = served
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         served.allocator = self
         self.metrics = Metrics(served)
@@ -167,7 +175,35 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             self.residents.extend(resident, pages, length)
         self.counters.prefill_batches += 1
         self.metrics.publish(idle=False)
-        return self.planner.extend([r for r, _, _ in growth], list(batch.prefix_lens), history)
+        tokens = [req.full_untruncated_fill_ids for req in batch.reqs]
+        grown = [resident for resident, _, _ in growth]
+        plan = self.planner.extend(grown, list(batch.prefix_lens), history, tokens)
+        if self.served.freezer is not None:
+            plan.reports.extend(self.report_of(req) for req in batch.reqs)
+        return plan
+
+    def after_forward(self, plan: ExtendPlan) -> None:
+        """The forward of a prefill batch was launched: freeze the prompts that ended in it.
+
+        Side effects: chooses and copies what they keep (on the device, in order), then lets the
+        rest of their full-history pages go.
+        """
+        ended = [c for c in plan.observed if c is not None and c.pages is not None]
+        for chunk in ended:
+            self.served.freezer.run(chunk)
+        freezes = {chunk.freeze for chunk in ended}
+        for resident in list(self.residents.running):
+            if resident.freeze in freezes:
+                freezing.settle(self.residents, resident)
+                self.counters.freezes += 1
+                self.counters.freeze_prompt_tokens += resident.freeze.prompt
+                self._note_kept(resident)
+
+    def _note_kept(self, resident: Resident) -> None:
+        kept = freezing.trim(self.residents, resident)
+        if kept is not None:
+            units = len(self.served.freezer.layers)
+            self.counters.freeze_kept_tokens += -(-kept // units)
 
     def decode_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> DecodePlan:
         """Slide every request of a decode batch by one token. Arguments as ``extend_batch``."""
@@ -180,6 +216,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             pages = locations[crossing] // self.page_size
             fresh.update(zip(crossing, pages.tolist(), strict=True))
         for i, resident in enumerate(residents):
+            self._note_kept(resident)
             self.residents.decode(resident, fresh[i])
         self.counters.decode_batches += 1
         self.metrics.publish(idle=False)
@@ -205,9 +242,36 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         pages = self.hit_pages(req)
         if longest_valid_hit(self.ledger, pages, self.page_size) != len(pages):
             raise RuntimeError(f"{req.rid}: its prefix hit lost pages before it was admitted")
-        req.raggedkv = self.residents.admit(pages, branch=getattr(req, "raggedkv_branch", 0))
+        branch = getattr(req, "raggedkv_branch", 0)
+        req.raggedkv = self.residents.admit(pages, branch=branch, freeze=self.freeze_of(req))
         self.counters.admitted += 1
         return req.raggedkv
+
+    def freeze_of(self, req: Req) -> Freeze | None:
+        """A fresh plan for the end of the request's prompt; None if it keeps everything."""
+        if self.served.freezer is None:
+            return None
+        try:
+            wish = self.served.wish(req.sampling_params.custom_params)
+        except BudgetError:  # only where the request bypassed the check of the front end
+            wish = Wish(self.served.request.budget)
+        return self.served.freezer.plan(len(req.origin_input_ids), wish)
+
+    def hit_limit(self, req: Req | None) -> int | None:
+        """Most pages of a prefix hit that the request may use; None for all of them."""
+        freeze = None if req is None else self.freeze_of(req)
+        return None if freeze is None else freeze.hit_limit // self.page_size
+
+    def report_of(self, req: Req) -> FreezeReport:
+        """What the request's answer says about its prompt."""
+        if req.raggedkv is not None and req.raggedkv.freeze is not None:
+            return req.raggedkv.freeze.report
+        prompt, budget = len(req.origin_input_ids), None
+        wish = self.served.wish(req.sampling_params.custom_params)
+        if wish.budget is None:
+            return FreezeReport(prompt, reason="no budget")
+        budget = wish.budget.of(prompt)
+        return FreezeReport(prompt, budget, reason="the prompt fits its budget")
 
     def note_hit(self, req: Req | None, found: int, valid: int) -> None:
         """Count a prefix match of ``found`` pages of which ``valid`` are usable.
@@ -236,7 +300,15 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
     # -- internals -----------------------------------------------------------------------------
 
     def _peak(self, prompt: int, max_new: int) -> int:
-        return peak_pages(self.ledger.levels, max(1, prompt), max_new, self.page_size)
+        """Most pages of a request on its own, whatever budget it has."""
+        prompt = max(1, prompt)
+        whole = peak_pages(self.ledger.levels, prompt, max_new, self.page_size)
+        default = self.served.request.budget
+        if default is None or default.of(prompt) >= prompt:
+            return whole
+        units = len(self.served.freezer.layers)
+        compact = units * -(-default.of(prompt) // self.page_size)
+        return max(whole, peak_pages(self.ledger.levels, prompt, 0, self.page_size) + compact)
 
     def pages_of(self, slots: torch.Tensor) -> np.ndarray:
         """Logical pages of a tree path's slots, int64 [pages]."""

@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from engine_patches import serving
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal, exit_refused
-from engine_patches.plan import DecodePlan, ExtendPlan, LevelWrite
+from engine_patches.plan import DecodePlan, ExtendPlan, LevelHistory, LevelWrite
 from engine_patches.pool import RaggedKVPool
 from flashinfer_ext import reference
 from flashinfer_ext.contract import HeadWindow
@@ -45,6 +45,7 @@ class RaggedAttentionBackend(AttentionBackend):
         _check_native_windows(model_runner.model, self.served)
         self.forward_metadata: ExtendPlan | DecodePlan | None = None
         device = pool.arena.device
+        self._freezer = self.served.freezer
         self._levels = {
             layer: [
                 (k, torch.tensor(rows, device=device), torch.tensor(heads, device=device))
@@ -58,7 +59,8 @@ class RaggedAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Take the plan that allocation made for this batch; warm-up batches have none."""
-        self.forward_metadata = self.served.plan
+        self.forward_metadata = plan = self.served.plan
+        self._reads = [read.whole() for read in plan.reads] if isinstance(plan, DecodePlan) else []
 
     # -- SGLang's entry points -----------------------------------------------------------------
 
@@ -92,12 +94,13 @@ class RaggedAttentionBackend(AttentionBackend):
         self._store(layer, k, v, plan.writes)
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)
         for level, rows, heads in self._levels[layer.layer_id]:
+            pages, positions = self._reads[level]
             out[:, heads] = reference.decode(
                 q[:, heads],
                 self.pool.keys,
                 self.pool.values,
-                plan.reads[level].pages[rows],
-                plan.reads[level].positions,
+                pages[rows],
+                positions if positions.dim() == 2 else positions[rows],
                 plan.query_positions,
                 self._window(level, layer),
                 layer.scaling,
@@ -121,31 +124,60 @@ class RaggedAttentionBackend(AttentionBackend):
             rows = slice(begin, begin + length)
             begin += length
             for level, units, heads in self._levels[layer.layer_id]:
-                old_k, old_v, positions = self._history(plan, r, level, units)
-                out[rows, heads] = reference.extend(
-                    q[rows][:, heads],
-                    old_k,
-                    old_v,
-                    positions,
-                    k[rows][:, heads],
-                    v[rows][:, heads],
-                    start,
-                    self._window(level, layer),
-                    layer.scaling,
-                    layer.logit_cap,
-                )
+                fresh = (q[rows][:, heads], k[rows][:, heads], v[rows][:, heads])
+                past = None if plan is None else plan.history[r][level]
+                if past is not None and past.frozen is not None:
+                    out[rows, heads] = self._attend_frozen(layer, level, units, fresh, past, start)
+                    continue
+                old = self._history(past, units)
+                out[rows, heads] = self._attend(layer, level, fresh, old, start)
+                self._observe(layer, level, units, fresh, old, start, plan, r)
 
-    def _history(self, plan: ExtendPlan | None, request: int, level: int, units: torch.Tensor):
+    def _attend(self, layer, level: int, fresh, old, start: int) -> torch.Tensor:
+        """[T, H, G, Dv] of a chunk ``fresh`` = (q, k, v) after ``old`` = (k, v, positions)."""
+        q, k, v = fresh
+        window = self._window(level, layer)
+        return reference.extend(q, *old, k, v, start, window, layer.scaling, layer.logit_cap)
+
+    def _attend_frozen(self, layer, level: int, units, fresh, past: LevelHistory, start: int):
+        """As ``_attend`` where each unit has kept other tokens (a frozen request resumed)."""
+        out = []
+        for h in range(len(units)):
+            unit = units[h : h + 1]
+            k, v, positions = self._history(past, unit)
+            pages = past.frozen.pages.ids[unit].long()
+            kept = past.frozen.kept_positions[unit[0]]
+            old = (
+                torch.cat([self.pool.keys[pages].flatten(1, 2), k], dim=1),
+                torch.cat([self.pool.values[pages].flatten(1, 2), v], dim=1),
+                torch.cat([kept, positions]),
+            )
+            mine = tuple(x[:, h : h + 1] for x in fresh)
+            out.append(self._attend(layer, level, mine, old, start))
+        return torch.cat(out, dim=1)
+
+    def _observe(self, layer, level, units, fresh, old, start, plan, request) -> None:
+        """Add what the chunk's last queries attend to, where the request will be frozen."""
+        chunk = plan.observed[request] if plan is not None else None
+        if chunk is None or not self.pool.ledger.levels[level].is_full:
+            return
+        q, k, _ = fresh
+        if chunk.begin < len(q):
+            self._freezer.observe(
+                chunk.freeze, units, q, old[0], k, start, chunk.begin, layer.scaling,
+                layer.logit_cap,
+            )  # fmt: skip
+
+    def _history(self, past: LevelHistory | None, units: torch.Tensor):
         """(keys [H, S, D], values [H, S, Dv], positions [S]) that a chunk reads from pages."""
         keys, values = self.pool.keys, self.pool.values
-        if plan is None:
+        if past is None:
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
             return (
                 keys[none].new_empty(len(units), 0, keys.shape[-1]),
                 values[none].new_empty(len(units), 0, values.shape[-1]),
                 none,
             )
-        past = plan.history[request][level]
         pages = past.pages[units].long()
         return keys[pages].flatten(1, 2), values[pages].flatten(1, 2), past.positions
 

@@ -6,7 +6,10 @@ import msgspec
 
 
 class Counters(msgspec.Struct):
-    """Running totals since start-up (requests, batches, tokens, audits)."""
+    """Running totals since start-up (requests, batches, tokens, audits).
+
+    ``freeze_kept_tokens`` of ``freeze_prompt_tokens`` is a mean over the kv heads that freeze.
+    """
 
     admitted: int = 0
     prefill_batches: int = 0
@@ -15,5 +18,8 @@ class Counters(msgspec.Struct):
     prefix_hits_shortened: int = 0
     hit_tokens_given_up: int = 0
     retractions: int = 0
+    freezes: int = 0
+    freeze_prompt_tokens: int = 0
+    freeze_kept_tokens: int = 0
     audits: int = 0
     audit_faults: int = 0

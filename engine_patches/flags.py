@@ -10,6 +10,7 @@ from typing import Any
 
 from engine_patches import register, serving
 from engine_patches.backend_name import BACKEND
+from engine_patches.budget import Budget
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.refusals import check_flags, check_geometry
 from kvpolicy.errors import KvPolicyError, PolicyError
@@ -20,7 +21,14 @@ from kvpolicy.store import BUILT_IN
 logger = logging.getLogger(__name__)
 
 
-OPTIONS = ("kv_arena_bytes", "kv_policy_point", "kv_residency", "kv_residency_context")
+OPTIONS = (
+    "kv_arena_bytes",
+    "kv_policy_point",
+    "kv_residency",
+    "kv_residency_context",
+    "kv_budget_tokens",
+    "kv_budget_ratio",
+)
 """Flags that say how to serve a policy, so each needs ``--kv-policy``."""
 
 
@@ -50,6 +58,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-residency-context",
         metavar="TOKENS",
         help="Request length at which --kv-residency holds (default: the model's longest).",
+    )
+    group.add_argument(
+        "--kv-budget-tokens",
+        metavar="TOKENS",
+        help="Freeze every longer prompt at the end of its prefill: each layer keeps at most this "
+        "many of its tokens, by the policy's retention tables. A request may say otherwise.",
+    )
+    group.add_argument(
+        "--kv-budget-ratio",
+        metavar="SHARE",
+        help="As --kv-budget-tokens, as a share (0 to 1) of each prompt.",
     )
     group.add_argument(
         "--kv-arena-bytes",
@@ -107,8 +126,17 @@ def _request(args: argparse.Namespace) -> serving.ServeRequest:
         point=args.kv_policy_point,
         residency_budget=_parsed(args, "kv_residency", _share),
         residency_context=_parsed(args, "kv_residency_context", _tokens),
+        budget=_budget(args),
         model=serving.model_folder(args.model_path, args.revision),
     )
+
+
+def _budget(args: argparse.Namespace) -> Budget | None:
+    tokens = _parsed(args, "kv_budget_tokens", _tokens)
+    ratio = _parsed(args, "kv_budget_ratio", _share)
+    if tokens is not None and ratio is not None:
+        raise Refusal("give --kv-budget-tokens or --kv-budget-ratio, not both")
+    return None if tokens is None and ratio is None else Budget(tokens, ratio)
 
 
 def _check_choice(args: argparse.Namespace) -> None:

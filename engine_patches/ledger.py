@@ -28,6 +28,23 @@ class LedgerError(RuntimeError):
     """An ownership rule was broken: a bug, never a user's fault."""
 
 
+class PrivatePages:
+    """Physical pages of one level that no logical page stands for: a frozen request's own.
+
+    Attributes: ``ids`` int32 [units, n], the sink page where a unit has fewer than n.
+    """
+
+    def __init__(self, level: int, ids: torch.Tensor, counts: np.ndarray) -> None:
+        self.level = level
+        self.ids = ids
+        self.counts = counts
+
+    @property
+    def total(self) -> int:
+        """Pages over all units."""
+        return int(self.counts.sum())
+
+
 class PageLedger:
     """Maps (unit, logical page) to a physical page and counts what is pinned, cached and free.
 
@@ -40,9 +57,10 @@ class PageLedger:
         on_free: called with the int64 [n] ids of pages nobody owns any more (used to poison them).
 
     A live page is *pinned* while its hold count is above zero, else *cached*: cached pages of
-    windowed levels sit in an LRU queue and can be evicted; those of a full level go when their
-    logical page is dropped. A *fenced* page is cached but still read by the forward being
-    prepared; a *parked* page is free from the next ``lift_fence`` on.
+    windowed levels, and a frozen prompt's of a full level, sit in an LRU queue and can be evicted;
+    other pages of a full level go when their logical page is dropped. *Private* pages are pinned.
+    A *fenced* page is cached but still read by the forward being prepared; a *parked* page is free
+    from the next ``lift_fence`` on.
     """
 
     def __init__(
@@ -81,6 +99,7 @@ class PageLedger:
         self._fenced: list[tuple[int, int]] = []
         self._parked: list[torch.Tensor] = []
         self.parked = 0
+        self._private: set[PrivatePages] = set()
         self.pinned = 0
         self.peak_pinned = 0
         self.peak_used = 0
@@ -156,9 +175,10 @@ class PageLedger:
     def move(self, level: int, old: int, new: int) -> None:
         """Let logical page ``new`` take over ``old``'s pages, holds and place in the queue."""
         holds, self.hold[level, old] = int(self.hold[level, old]), 0
+        queued = (level, old) in self._lru
         self.rebind(level, [old], [new])
         self.hold[level, new] = holds
-        if not holds and not self.levels[level].is_full:
+        if not holds and (queued or not self.levels[level].is_full):
             self.retain(level, [new])
 
     def release_pages(self, level: int, logical: Sequence[int], park: bool = False) -> None:
@@ -217,6 +237,47 @@ class PageLedger:
         self.pinned -= int(self.units[level]) * len(loose)
         return loose
 
+    # -- private pages -------------------------------------------------------------------------
+
+    def take(self, level: int, counts: np.ndarray) -> PrivatePages:
+        """Pin fresh pages of their own for each unit of ``level``: ``counts`` int64 [units].
+
+        Raises:
+            OutOfPages: too few free pages (nothing is changed).
+        """
+        total = int(counts.sum())
+        if total > self._num_free:
+            raise OutOfPages(f"{total} pages needed, {self._num_free} free of {self.capacity}")
+        self._num_free -= total
+        flat = self._stack[self._num_free : self._num_free + total]
+        width = int(counts.max(initial=0))
+        ids = torch.full((len(counts), width), SINK_PAGE, dtype=torch.int32, device=self.device)
+        filled = np.arange(width)[None, :] < counts[:, None]
+        ids[torch.from_numpy(filled).to(self.device)] = flat
+        private = PrivatePages(level, ids, counts.copy())
+        self._private.add(private)
+        self.pinned += total
+        self.peak_pinned = max(self.peak_pinned, self.pinned)
+        self.peak_used = max(self.peak_used, self.used)
+        return private
+
+    def trim(self, private: PrivatePages, counts: np.ndarray) -> None:
+        """Give back each unit's pages beyond its first ``counts`` [units]."""
+        width = private.ids.shape[1]
+        column = np.arange(width)[None, :]
+        surplus = (column >= counts[:, None]) & (column < private.counts[:, None])
+        index = torch.from_numpy(surplus).to(self.device)
+        ids = private.ids[index]
+        private.ids[index] = SINK_PAGE
+        private.counts = np.minimum(private.counts, counts)
+        self.pinned -= len(ids)
+        self._push(ids)
+
+    def give_back(self, private: PrivatePages) -> None:
+        """Free private pages for good."""
+        self.trim(private, np.zeros_like(private.counts))
+        self._private.discard(private)
+
     # -- cache ---------------------------------------------------------------------------------
 
     def retain(self, level: int, logical: Sequence[int], fence: bool = False) -> None:
@@ -270,6 +331,11 @@ class PageLedger:
             if (block[:, ~self.live[level]] != SINK_PAGE).any():
                 faults.append(f"level {level}: a dead page still has a mapping")
             owned.append(block[:, self.live[level]].reshape(-1))
+        for private in self._private:
+            ids = private.ids.cpu().numpy()
+            owned.append(ids[ids != SINK_PAGE])
+            if len(owned[-1]) != private.total:
+                faults.append(f"level {private.level}: private pages lost")
         owned.append(self._stack[: self._num_free].cpu().numpy())
         ids = np.sort(np.concatenate(owned))
         if not np.array_equal(ids, np.arange(1, self.num_pages)):
@@ -277,7 +343,8 @@ class PageLedger:
         held = self.hold > 0
         if (held & ~self.live).any():
             faults.append("a held page is not live")
-        if int((held.sum(axis=1) * self.units).sum()) != self.pinned:
+        private = sum(pages.total for pages in self._private)
+        if int((held.sum(axis=1) * self.units).sum()) + private != self.pinned:
             faults.append(f"pinned is {self.pinned}, recount differs")
         queued = sum(int(self.units[level]) for level, _ in self._lru)
         stray = any(held[k, g] or not self.live[k, g] for k, g in self._lru)

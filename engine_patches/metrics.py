@@ -12,11 +12,12 @@ from engine_patches.serving import Serving
 INTERVAL_SECONDS = 0.5
 """A busy server publishes no more often than this; an idle one at once."""
 
-INFO_LABELS = ("point", "tau", "budget", "context")
+INFO_LABELS = ("point", "tau", "budget", "context", "retention", "prompt_budget")
 
 
 def _info_labels(state: dict[str, Any]) -> list[str]:
-    values = (state[name] for name in ("point", "tau", "budget", "residency_context"))
+    names = ("point", "tau", "budget", "residency_context", "retention", "prompt_budget")
+    values = (state[name] for name in names)
     return ["" if value is None else str(value) for value in values]
 
 
@@ -26,9 +27,10 @@ class Metrics:
     Series: ``raggedkv:pages{state}``, ``raggedkv:level_pages{window,sinks}``,
     ``raggedkv:level_units{window,sinks}``, ``raggedkv:running_requests``,
     ``raggedkv:bytes_saved``, ``raggedkv:arena_bytes``, ``raggedkv:residency`` and
-    ``raggedkv:<counter>_total``; each with the label ``policy``. ``raggedkv:policy_info`` is 1 and
-    names what is served in its labels ``point``, ``tau``, ``budget`` and ``context`` (empty where
-    there is none).
+    ``raggedkv:frozen_requests``, ``raggedkv:frozen_prompt_tokens``, ``raggedkv:frozen_pages``
+    and ``raggedkv:<counter>_total``; each with the label ``policy``. ``raggedkv:policy_info`` is 1
+    and names what is served in its labels ``point``, ``tau``, ``budget``, ``context``,
+    ``retention`` and ``prompt_budget`` (empty where there is none).
     """
 
     def __init__(self, served: Serving) -> None:
@@ -55,6 +57,8 @@ class Metrics:
             labels = (self.served.policy_id, str(level["window"]), str(level["sinks"]))
             self._level_pages.labels(*labels).set(level["pages"])
             self._level_units.labels(*labels).set(level["units"])
+        for name, number in state["frozen"].items():
+            self._frozen[name].labels(self.served.policy_id).set(number)
         for name, gauge in self._gauges.items():
             gauge.labels(self.served.policy_id).set(state[name])
         for name, total in state["counters"].items():
@@ -79,6 +83,11 @@ class Metrics:
         self._level_units = gauge(
             "level_units", "KV heads of all layers in one level.", "window", "sinks"
         )
+        self._frozen = {
+            "requests": gauge("frozen_requests", "Running requests with a frozen prompt."),
+            "prompt_tokens": gauge("frozen_prompt_tokens", "Their prompt tokens."),
+            "compact_pages": gauge("frozen_pages", "Pages of what their prompts kept."),
+        }
         self._gauges = {
             "requests": gauge("running_requests", "Requests that hold pages."),
             "bytes_saved": gauge("bytes_saved", "Bytes a dense cache would hold beyond ours."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine_patches.freezing import compact_held
 from engine_patches.serving import Serving
 from kvpolicy.windows import FULL
 
@@ -42,6 +43,7 @@ def proof(served: Serving) -> dict[str, Any]:
             for level in served.levels
         ],
         "requests": len(allocator.residents.running),
+        "frozen": frozen(served),
         "bytes_saved": saved_bytes(served),
         "counters": {
             name: getattr(allocator.counters, name) for name in allocator.counters.__struct_fields__
@@ -54,7 +56,11 @@ def chosen(served: Serving) -> dict[str, Any]:
 
     ``residency`` is the exact share of the global layers' dense cache at ``residency_context``
     tokens; ``budget`` is what ``--kv-residency`` allowed, None if no budget chose the point.
+    ``retention`` names the rule that freezes prompts, None if the policy has none;
+    ``prompt_budget`` what a request keeps unless it says otherwise, None for everything.
     """
+    rule = None if served.retention is None else served.retention.rule.name
+    budget = served.request.budget
     return {
         "policy": served.policy_id,
         "point": served.resolved.point,
@@ -62,6 +68,18 @@ def chosen(served: Serving) -> dict[str, Any]:
         "residency": served.residency,
         "residency_context": served.residency_context,
         "budget": served.request.residency_budget,
+        "retention": rule,
+        "prompt_budget": None if budget is None else str(budget),
+    }
+
+
+def frozen(served: Serving) -> dict[str, int]:
+    """Running requests that are frozen: how many, their prompt tokens, their compact pages."""
+    freezes = [r.freeze for r in served.allocator.residents.running if r.freeze and r.freeze.done]
+    return {
+        "requests": len(freezes),
+        "prompt_tokens": sum(freeze.prompt for freeze in freezes),
+        "compact_pages": sum(compact_held(freeze) for freeze in freezes),
     }
 
 

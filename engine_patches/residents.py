@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine_patches import freezing
+from engine_patches.freeze import Freeze
 from engine_patches.ledger import OutOfPages, PageLedger
 from engine_patches.prefix import first_read_page, sink_pages
-from kvpolicy.residency import first_window_page, held_pages, peak_length
+from kvpolicy.residency import first_window_page, peak_length
 from kvpolicy.windows import Level
 
 
@@ -27,7 +29,7 @@ class Resident:
     the first window page held on level k; ``hit_pages`` how many leading pages came from the
     prefix cache; ``checkpoints`` the lengths at which a later request may hit, in tokens;
     ``branch`` a length at which an earlier hit had to be shortened (0: none); ``target`` the
-    length that admission reserved for.
+    length that admission reserved for; ``freeze`` what happens at the end of its prompt, if any.
     """
 
     pages: list[int]
@@ -37,6 +39,7 @@ class Resident:
     checkpoints: list[int] = field(default_factory=list)
     branch: int = 0
     target: int = 0
+    freeze: Freeze | None = None
 
 
 @dataclass
@@ -58,6 +61,9 @@ class Residents:
         cache: whether pages that fall out of a window may serve later prefix hits (radix cache on).
         reclaim: called with a number of pages when the ledger is short; frees what it can from
             the prefix tree and the queue of cached pages.
+
+    Attributes: ``freezes`` whether requests may be frozen: the pages of a full level that nobody
+    holds then queue for eviction too, since a frozen request locks its prompt in the prefix tree.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Residents:
         self._sinks = [sink_pages(level, page_size) for level in ledger.levels]
         self._all_levels = range(len(ledger.levels))
         self.running: set[Resident] = set()
+        self.freezes = False
         self._pending_drops: list[int] = []
         self._deferrals = 0
         self._to_spend = 0
@@ -101,14 +108,21 @@ class Residents:
 
     # -- life of a request ---------------------------------------------------------------------
 
-    def admit(self, pages: Sequence[int], branch: int = 0) -> Resident:
+    def admit(
+        self, pages: Sequence[int], branch: int = 0, freeze: Freeze | None = None
+    ) -> Resident:
         """Start a request on a valid prefix hit of ``len(pages)`` whole pages, and hold it.
 
         Side effects: holds the sinks and windows of the hit on every level.
         """
         hit = list(pages)
         resident = Resident(
-            hit, len(hit) * self.page_size, [0] * len(self.levels), len(hit), branch=branch
+            hit,
+            len(hit) * self.page_size,
+            [0] * len(self.levels),
+            len(hit),
+            branch=branch,
+            freeze=freeze,
         )
         for k, level in enumerate(self.levels):
             resident.first[k] = self._first_live(k, level, resident)
@@ -136,6 +150,8 @@ class Residents:
                 kept = sum(self._worth_keeping(k, resident, i) for i in gone)
                 must += units * max(0, len(slide.needed) - len(gone))
                 wish += units * max(0, len(slide.needed) - len(gone) + kept)
+            compact = freezing.compact_pages(self, resident, length)
+            must, wish = must + compact, wish + compact
         if wish > self.ledger.free:
             self._reclaim(wish - self.ledger.free)
         self._to_spend = self.ledger.free + self.ledger.evictable - must
@@ -162,6 +178,7 @@ class Residents:
             k = slide.level
             resident.first[k] = max(resident.first[k], self._window_first(k, length))
         resident.length = length
+        freezing.take_compact(self, resident)
         if self.cache:
             resident.checkpoints.append(length)
 
@@ -191,6 +208,9 @@ class Residents:
             loose = self.ledger.release(k, self.ids(resident, self.held(resident, k)))
             if not self.levels[k].is_full:
                 self.ledger.retain(k, loose)
+            elif self.freezes:
+                self.ledger.retain(k, loose[::-1])  # a prefix is cut from its end
+        freezing.drop_compact(self, resident)
         self.running.discard(resident)
 
     def replace_pages(self, resident: Resident, pages: Sequence[int]) -> None:
@@ -238,10 +258,10 @@ class Residents:
         Pages shared with other requests stay with them when a window slides on, so only pages
         that this request alone holds count as reusable.
         """
-        total = 0
+        total = freezing.compact_ahead(self, resident.freeze)
         top = peak_length(max(target, resident.length), self.page_size)
         for k, level in enumerate(self.levels):
-            peak = held_pages(level, top, self.page_size)
+            peak = freezing.peak_held(level, top, self.page_size, resident.freeze)
             mine = self.held(resident, k)
             if not level.is_full:
                 holds = self.ledger.hold[k, self.ids(resident, mine)]
@@ -253,19 +273,19 @@ class Residents:
 
     def exclusive_pages(self, resident: Resident) -> int:
         """Pages that only this request pins."""
-        total = 0
+        total = freezing.compact_held(resident.freeze)
         for k in self._all_levels:
             holds = self.ledger.hold[k, self.ids(resident, self.held(resident, k))]
             total += int(self.ledger.units[k]) * int((holds == 1).sum())
         return total
 
-    def prefix_cost(self, pages: Sequence[int], target: int) -> int:
+    def prefix_cost(self, pages: Sequence[int], target: int, freeze: Freeze | None = None) -> int:
         """Pages a new request with this valid hit would pin by the time it reaches ``target``."""
-        total = 0
+        total = freezing.compact_ahead(self, freeze)
         length = len(pages) * self.page_size
         top = peak_length(max(target, length), self.page_size)
         for k, level in enumerate(self.levels):
-            peak = held_pages(level, top, self.page_size)
+            peak = freezing.peak_held(level, top, self.page_size, freeze)
             if level.is_full and len(pages):
                 peak -= int((self.ledger.hold[k, np.asarray(pages)] > 0).sum())
             total += int(self.ledger.units[k]) * peak
@@ -340,10 +360,13 @@ class Residents:
         ledger.retain(k, keep, fence=True)
         self._keep_branch(k, self.ids(resident, slide.branch))
 
+    def make_room(self, num_pages: int) -> None:
+        """Reclaim cached pages until ``num_pages`` are free, if there are as many."""
+        if num_pages > self.ledger.free:
+            self._reclaim(num_pages - self.ledger.free)
+
     def _bind(self, k: int, logical: list[int]) -> None:
-        short = len(logical) * int(self.ledger.units[k]) - self.ledger.free
-        if short > 0:
-            self._reclaim(short)
+        self.make_room(len(logical) * int(self.ledger.units[k]))
         self.ledger.bind(k, logical)
         self.ledger.acquire(k, logical)
 

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine_patches.budget import Budget, Wish, wish_of
 from engine_patches.errors import Refusal
 from kvpolicy.artifact import Artifact
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.geometry import ModelGeometry, read_geometry
 from kvpolicy.residency import residency
+from kvpolicy.retention import RetentionTables, retention_units
 from kvpolicy.select import check_context, select_point
 from kvpolicy.store import ResolvedPolicy, resolve
 from kvpolicy.windows import Level
 
 if TYPE_CHECKING:
     from engine_patches.allocator import RaggedAllocator
+    from engine_patches.freeze import Freezer
     from engine_patches.plan import DecodePlan, ExtendPlan
     from engine_patches.pool import RaggedKVPool
 
@@ -41,7 +44,8 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Fields: ``model`` folder with config.json; ``policy`` as given or an absolute artifact folder;
     ``arena_bytes`` of the K and V arena, or None for SGLang's own memory budget; ``point`` of the
     policy, or None for its default; ``residency_budget`` (share of the dense cache of global
-    layers) and ``residency_context`` (tokens) if a budget chooses, or has chosen, the point.
+    layers) and ``residency_context`` (tokens) if a budget chooses, or has chosen, the point;
+    ``budget`` of prompt tokens that a request keeps unless it says otherwise, None for all.
     """
 
     model: str
@@ -50,6 +54,7 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     point: str | None = None
     residency_budget: float | None = None
     residency_context: int | None = None
+    budget: Budget | None = None
 
 
 class Serving:
@@ -59,7 +64,8 @@ class Serving:
         request: what was asked for.
 
     Raises:
-        Refusal: the policy is missing, damaged, made for another model or without that point.
+        Refusal: the policy is missing, damaged, made for another model, without that point, or
+            without the retention tables that a budget needs.
     """
 
     def __init__(self, request: ServeRequest) -> None:
@@ -71,11 +77,13 @@ class Serving:
         except KvPolicyError as error:
             raise Refusal(str(error)) from error
         self.policy = self.resolved.policy
+        self.retention: RetentionTables | None = _usable_tables(self.resolved, request)
         self.residency = residency(self.policy, geometry, self.residency_context)
         self.geometry = geometry
         self.pool: RaggedKVPool | None = None
         self.allocator: RaggedAllocator | None = None
         self.arena_bytes: int | None = request.arena_bytes
+        self.freezer: Freezer | None = None
         self.plan: ExtendPlan | DecodePlan | None = None  # of the forward now running
 
     @property
@@ -95,6 +103,10 @@ class Serving:
     def levels(self) -> tuple[Level, ...]:
         """Levels of the served policy."""
         return self.policy.levels()
+
+    def wish(self, custom_params: Any) -> Wish:
+        """What a request with these custom parameters gets. Raises BudgetError."""
+        return wish_of(custom_params, self.request.budget, self.retention is not None)
 
     def use_kv_dtype(self, itemsize: int) -> None:
         """Take over the KV element size in bytes that SGLang settled on."""
@@ -126,6 +138,28 @@ def require() -> Serving:
     if _current is None:
         raise RuntimeError("no KV policy is being served by this process")
     return _current
+
+
+def _usable_tables(resolved: ResolvedPolicy, request: ServeRequest) -> RetentionTables | None:
+    tables = resolved.retention
+    if tables is None:
+        if request.budget is not None:
+            raise Refusal(
+                f"policy {resolved.policy_id} has no retention tables, so a budget of "
+                f"{request.budget} cannot be served; drop --kv-budget-tokens/-ratio or give a "
+                "policy that has them (python -m kvpolicy new --retention, or merge)"
+            )
+        return None
+    frozen, _, _ = retention_units(resolved.policy)
+    full = [unit for level in resolved.policy.levels() if level.is_full for unit in level.units]
+    if not len(frozen):
+        raise Refusal(f"policy {resolved.policy_id} freezes nothing: every kv head has a window")
+    if len(full) != len(frozen):
+        raise Refusal(
+            f"policy {resolved.policy_id} keeps {len(full) - len(frozen)} sliding-window kv heads "
+            "at full length, which cannot be frozen; make it with native windows"
+        )
+    return tables
 
 
 def start(request: ServeRequest) -> Serving:

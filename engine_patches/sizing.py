@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_patches.serving import Serving
-from kvpolicy.residency import peak_length, request_pages
+from kvpolicy.residency import frozen_pages, peak_length, request_pages
 
 MAX_OVERSUBSCRIPTION = 16
 """Logical tokens per token that a dense cache of the same bytes would hold, at most."""
@@ -28,6 +28,10 @@ def logical_tokens(served: Serving, page_size: int) -> int:
     dense = dense_tokens(served, page_size)
     context = served.geometry.max_context
     per_request = request_pages(served.levels, peak_length(context, page_size), page_size)
+    budget = served.request.budget
+    if budget is not None and budget.of(context) < context:
+        kept = budget.of(context)
+        per_request = min(per_request, frozen_pages(served.levels, context, 0, kept, page_size))
     capacity = dense // page_size * served.geometry.num_units
     fillable = capacity * context // max(1, per_request)
     tokens = max(dense, min(HEADROOM * fillable, MAX_OVERSUBSCRIPTION * dense))

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from engine_patches.serving import PAGE_SIZE, Serving
 from engine_patches.sizing import dense_tokens
-from kvpolicy.residency import ceil_div, peak_bytes
+from kvpolicy.residency import ceil_div, frozen_pages, peak_bytes
+from kvpolicy.retention import retention_units
 from kvpolicy.windows import FULL, WindowPolicy
 
 MIB = 1 << 20
@@ -30,18 +31,26 @@ def startup_table(served: Serving, logical_tokens: int) -> str:
     contexts = _contexts(served.geometry.max_context)
     table = Table(title=_title(served), title_justify="left")
     table.add_column("tokens a request", justify="right")
-    for name in ("dense MiB", "policy MiB", "dense requests", "policy requests"):
+    names = ["dense MiB", "policy MiB", "dense requests", "policy requests"]
+    budget = served.request.budget
+    if budget is not None:
+        names += ["frozen MiB", "frozen requests"]
+    for name in names:
         table.add_column(name, justify="right")
     dense = WindowPolicy.full(served.geometry).levels()
     for context in contexts:
         was = peak_bytes(dense, served.geometry, context, PAGE_SIZE)
         now = peak_bytes(served.levels, served.geometry, context, PAGE_SIZE)
-        cells = (f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now))
+        cells = [f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now)]
+        if budget is not None:
+            kept = min(now, _frozen_bytes(served, context, budget.of(context)))
+            cells += [f"{kept / MIB:.1f}", str(arena // kept)]
         table.add_row(str(context), *cells)
     lines = [
         _render(table),
         _point_line(served),
         _levels_line(served),
+        *_freeze_lines(served),
         _capacity_line(served, logical_tokens),
     ]
     return "\n".join(lines)
@@ -62,6 +71,25 @@ def _point_line(served: Serving) -> str:
         f"residency {served.residency:.2%} of global layers at {served.residency_context} tokens"
     )
     return f"{name}{tau}{share}{chosen}"
+
+
+def _frozen_bytes(served: Serving, prompt: int, budget: int) -> int:
+    """Bytes a request holds right after its prompt was frozen."""
+    page = served.geometry.bytes_per_token() * PAGE_SIZE // served.geometry.num_units
+    return frozen_pages(served.levels, prompt, 0, budget, PAGE_SIZE) * page
+
+
+def _freeze_lines(served: Serving) -> list[str]:
+    """What happens at the end of prefill, where the policy can freeze."""
+    if served.retention is None:
+        return []
+    rule, budget = served.retention.rule, served.request.budget
+    _, layers, _ = retention_units(served.policy)
+    kept = "only where a request asks for it" if budget is None else f"to {budget}"
+    return [
+        f"freeze: rule {rule.name}, {len(layers)} heads of {len(set(layers))} layers, {kept}; "
+        "the frozen columns hold after prefill, which needs the policy's"
+    ]
 
 
 def _contexts(longest: int) -> list[int]:

@@ -62,7 +62,8 @@ def decode(
         q: [R, H, G, D] for R requests.
         keys, values: arena views [NP, P, D], [NP, P, Dv].
         pages: int [H, R, M] physical pages, padded with the sink page.
-        key_positions: int64 [R, M * P]; negative where a slot holds no token of the request.
+        key_positions: int64 [R, M * P], or [H, R, M * P] where it differs between the heads;
+            negative where a slot holds no token of the request.
         query_positions: int64 [R].
         window: what each query reads.
 
@@ -71,13 +72,14 @@ def decode(
     """
     heads, requests, _ = pages.shape
     readable = window.visible(query_positions[:, None], key_positions) & (key_positions >= 0)
+    readable = readable.expand(heads, -1, -1)
     index = pages.long()
     k = keys[index].reshape(heads, requests, -1, keys.shape[-1])
     v = values[index].reshape(heads, requests, -1, values.shape[-1])
-    hidden = ~readable[None, :, :, None]
+    hidden = ~readable[..., None]
     k, v = k.masked_fill_(hidden, 0), v.masked_fill_(hidden, 0)
     rows = q.transpose(0, 1).flatten(0, 1).unsqueeze(2)
-    mask = readable[None].expand(heads, -1, -1).reshape(heads * requests, 1, 1, -1)
+    mask = readable.reshape(heads * requests, 1, 1, -1)
     out = attend(rows, k.flatten(0, 1), v.flatten(0, 1), mask, scale, logit_cap)
     return out.view(heads, requests, *out.shape[1:]).squeeze(3).transpose(0, 1)
 
@@ -99,7 +101,7 @@ def extend(
     Args:
         q: [T, H, G, D].
         history_k, history_v: [H, S, D], [H, S, Dv], slots of resident pages in position order.
-        history_positions: int64 [S], ascending; only slots with position < start hold tokens.
+        history_positions: int64 [S]; only slots with 0 <= position < start hold tokens.
         chunk_k, chunk_v: [T, H, D], [T, H, Dv], fresh from the projections.
         window: what each query reads.
 
@@ -108,7 +110,7 @@ def extend(
     """
     length = q.shape[0]
     device = q.device
-    stored = (history_positions < start).nonzero().squeeze(1)
+    stored = ((history_positions >= 0) & (history_positions < start)).nonzero().squeeze(1)
     history_positions = history_positions[stored]
     positions = torch.cat([history_positions, torch.arange(start, start + length, device=device)])
     k = torch.cat([history_k[:, stored], chunk_k.transpose(0, 1)], dim=1)

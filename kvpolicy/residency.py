@@ -143,6 +143,30 @@ def _peak_of_cold_run(
     return max(pages(length) for length in visited)
 
 
+def frozen_pages(
+    levels: Iterable[Level],
+    prompt: int,
+    new: int,
+    budget: int,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    slack_pages: int = DEFAULT_SLACK_PAGES,
+) -> int:
+    """Pages all units hold for a request whose prompt was frozen, ``new`` tokens later.
+
+    A unit without a window holds the pages of ``budget`` kept tokens and those from the prompt's
+    end on; a windowed one holds what it always does.
+    """
+    length = prompt + new
+    tail = ceil_div(length, page_size) - prompt // page_size
+    total = 0
+    for level in levels:
+        held = held_pages(level, length, page_size, slack_pages)
+        if level.is_full:
+            held = ceil_div(budget, page_size) + tail
+        total += len(level.units) * held
+    return total
+
+
 def peak_bytes(
     levels: Iterable[Level],
     geometry: ModelGeometry,

@@ -5,7 +5,7 @@ Independent of the project's own code on purpose: it shares no rule, geometry or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -86,7 +86,10 @@ def _masked_attention(
             queries = positions[total - length :][rows]
             allowed = allowed & module.key_rule.allowed(queries, positions[:seen])
         logits.masked_fill_(~allowed[:, None], float("-inf"))
-        blocks.append(logits.softmax(-1) @ value[0, :, None, :seen])
+        weights = logits.softmax(-1)
+        if module.observer is not None:
+            module.observer(positions[total - length :][rows], weights, value[0])
+        blocks.append(weights @ value[0, :, None, :seen])
     return torch.cat(blocks, dim=2).flatten(0, 1).transpose(0, 1)[None], None
 
 
@@ -132,11 +135,15 @@ class MaskedReference:
         windows = torch.from_numpy(row.astype(np.int64))[:, None, None]
         return KeyRule(windows, sinks)
 
+    def _observer(self, layer: int) -> Callable | None:
+        """Called with each block's query positions, weights and values; for subclasses."""
+        return None
+
     @torch.inference_mode()
     def _hidden(self, ids: Sequence[int], cache: DynamicCache | None = None) -> torch.Tensor:
         """Final hidden states [T, hidden] of ``ids``, which follow what ``cache`` holds."""
-        for layer, rule in zip(self._layers, self._rules, strict=True):
-            layer.key_rule = rule
+        for i, (layer, rule) in enumerate(zip(self._layers, self._rules, strict=True)):
+            layer.key_rule, layer.observer = rule, self._observer(i)
         output = self.model.base_model(
             input_ids=torch.tensor([list(ids)]), past_key_values=cache, use_cache=cache is not None
         )

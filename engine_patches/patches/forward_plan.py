@@ -5,6 +5,9 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_patches import serving
 from engine_patches.patches.patch import Patch
 
+REPORT_KEY = "raggedkv"
+"""Where a request's answer says what was kept, in ``meta_info``."""
+
 
 def init_new(result, cls, batch, *args, **kwargs):
     plan = getattr(batch, "raggedkv_plan", None)
@@ -19,11 +22,22 @@ def forward(original, self, forward_batch, *args, **kwargs):
     if served is None:
         return original(self, forward_batch, *args, **kwargs)
     # runners copy the batch field by field, so the plan goes round them
-    served.plan = getattr(forward_batch, "raggedkv_plan", None)
+    served.plan = plan = getattr(forward_batch, "raggedkv_plan", None)
     try:
-        return original(self, forward_batch, *args, **kwargs)
+        result = original(self, forward_batch, *args, **kwargs)
+        if plan is not None and served.freezer is not None:
+            _freeze(served, plan, result.logits_output)
+        return result
     finally:
         served.plan = None
+
+
+def _freeze(served, plan, logits_output):
+    from engine_patches.plan import ExtendPlan
+
+    if isinstance(plan, ExtendPlan):
+        served.allocator.after_forward(plan)
+        logits_output.customized_info = {REPORT_KEY: plan.reports}
 
 
 _WHY = "a forward batch is copied field by field, and the page table may change meanwhile"
@@ -62,7 +76,8 @@ PATCHES = (
         hook=forward,
         kind=HookType.AROUND,
         why=_WHY,
-        how="offers the plan to the backend for the length of the forward; warm-ups have none",
+        how="offers the plan to the backend for the length of the forward (warm-ups have none); "
+        "then freezes the prompts that ended in it",
         until=_UNTIL,
     ),
 )

@@ -10,6 +10,9 @@ def checkpoint_into_tree(original, self, req, *, up_to, **kwargs):
     served = serving.current()
     if served is None or self.disable or getattr(req, "raggedkv", None) is None:
         return original(self, req, up_to=up_to, **kwargs)
+    if req.raggedkv.freeze is not None:
+        # what follows a freeze was computed without the whole prompt: not for others to reuse
+        up_to = min(up_to, req.raggedkv.freeze.prompt)
     with served.allocator.residents.drops_deferred():
         result = original(self, req, up_to=up_to, **kwargs)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
@@ -24,7 +27,8 @@ PATCHES = (
         hook=checkpoint_into_tree,
         kind=HookType.AROUND,
         why="an insert may find the same tokens under other slots and free the request's",
-        how="delays the frees, moves the mappings to the tree's slots, then frees",
+        how="delays the frees, moves the mappings to the tree's slots, then frees; of a frozen "
+        "request only the prompt goes in",
         until="the tree reports which slots an insert replaced",
     ),
 )

@@ -18,9 +18,10 @@ def match_prefix(original, self, params):
     root = self.root_node_handle(params.key.extra_key)
     slots = self.tree_core.collect_full_device_indices(result.last_device_node, root)
     pages = allocator.pages_of(slots[: result.device_prefix_len])
-    valid = longest_valid_hit(allocator.ledger, pages, allocator.page_size)
     found = len(pages)
-    allocator.note_hit(params.req, found, valid)
+    pages = pages[: allocator.hit_limit(params.req)]
+    valid = longest_valid_hit(allocator.ledger, pages, allocator.page_size)
+    allocator.note_hit(params.req, len(pages), valid)
     if valid == found:
         return result
     return original(self, replace(params, key=_cut(params.key, valid * allocator.page_size)))

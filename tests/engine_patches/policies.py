@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kvpolicy.artifact import PointSpec, write_artifact
 from kvpolicy.geometry import LayerKind, read_geometry
+from kvpolicy.retention import RetentionRule, RetentionTables
 from kvpolicy.windows import FULL, WindowPolicy
 
 SIZES = (24, 64, 100, 256, FULL)
@@ -26,6 +28,29 @@ def mixed(model_dir: Path, sinks: int, sizes: Sequence[int] = SIZES, seed: int =
     return WindowPolicy(geometry, windows, sinks)
 
 
-def write(policy: WindowPolicy, root: Path, name: str = "mixed") -> Path:
+def write(
+    policy: WindowPolicy, root: Path, name: str = "mixed", retention: RetentionTables | None = None
+) -> Path:
     """Write the policy as an artifact under ``root``; returns its folder."""
-    return write_artifact(root, model_name="m", name=name, points=[PointSpec("default", policy)])
+    points = [PointSpec("default", policy)]
+    return write_artifact(root, model_name="m", name=name, points=points, retention=retention)
+
+
+def tables(model_dir: Path, rule: RetentionRule, seed: int = 0) -> RetentionTables:
+    """Tables that differ between heads, layers, budgets and risk bins."""
+    geometry = read_geometry(model_dir)
+    rng = np.random.default_rng(seed)
+    plain = RetentionTables.uniform(geometry, rule)
+    weights = rng.choice(np.arange(0.8, 1.51, 0.1), size=plain.head_weights.shape)
+    plain = replace(plain, head_weights=weights.astype(np.float32))
+    if rule.gate == "off":
+        return plain
+    budgets, edges = (64, 256), (np.array([0.5, 0.6, 0.7]), np.array([8.0, 20.0]))
+    gate = rng.uniform(0.2, 1.0, size=(2, len(geometry.attention_layers), 4, 3))
+    return replace(
+        plain,
+        budgets=budgets,
+        gate=gate.astype(np.float32),
+        entropy_edges=edges[0].astype(np.float32),
+        perplexity_edges=edges[1].astype(np.float32),
+    )
