@@ -74,7 +74,10 @@ class RaggedPrefillAdder(PrefillAdder):
         if self.shortage(req) > 0:
             return AddReqResult.NO_TOKEN
         left = self._left_of_prompt(req, req.prefix_len)
-        if left is not None and self._chunk_pending:
+        whole = len(req.full_untruncated_fill_ids) - req.prefix_len
+        limit = self.rem_chunk_tokens
+        chunked = left is not None or (limit is not None and whole > limit)
+        if chunked and self._chunk_pending:
             return AddReqResult.OTHER
         with self._chunks_within(left):
             result = super().add_one_req_ignore_eos(req)
@@ -111,15 +114,19 @@ class RaggedPrefillAdder(PrefillAdder):
         if isinstance(admission, AddReqResult):
             return admission
         left = self._left_of_prompt(req, admission.prefix_len)
-        if left is None or admission.extend_len <= left:
-            return admission
-        if self._chunk_pending or kwargs.get("has_chunked_req"):
+        if left is not None and admission.extend_len > left:
+            admission = replace(admission, extend_len=left, max_new_tokens=0, is_chunked=True)
+        if admission.is_chunked and self._chunk_pending:
             return AddReqResult.OTHER
-        return replace(admission, extend_len=left, max_new_tokens=0, is_chunked=True)
+        return admission
 
     @property
     def _chunk_pending(self) -> bool:
-        """Whether some request already ends this batch inside its prompt: SGLang tracks one."""
+        """Whether some request already ends this batch unfinished: SGLang tracks one only.
+
+        In stock SGLang such a request has always used up the chunk; one that stops where its
+        prompt freezes has not.
+        """
         return self.new_chunked_req is not None or self._unfinished is not None
 
     def add_chunked_req(self, req: Req) -> Req | None:

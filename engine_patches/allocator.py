@@ -7,6 +7,8 @@ the requests through the hooks in ``patches/``; capacity questions are answered 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +25,7 @@ from engine_patches.plan import DecodePlan, ExtendPlan, Planner
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.residents import Resident, Residents
 from engine_patches.startup import startup_table
-from kvpolicy.residency import peak_pages
+from kvpolicy.residency import frozen_pages, peak_length, peak_pages
 from kvpolicy.retention import retention_units
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             _, layers, heads = retention_units(served.policy)
             served.freezer = Freezer(served.retention, layers, heads, kvcache.keys, kvcache.values)
         self.served = served
+        self._considered: Freeze | None = None
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         served.allocator = self
         self.metrics = Metrics(served)
@@ -251,11 +254,13 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         """A fresh plan for the end of the request's prompt; None if it keeps everything."""
         if self.served.freezer is None:
             return None
+        return self.served.freezer.plan(len(req.origin_input_ids), self._wish(req))
+
+    def _wish(self, req: Req) -> Wish:
         try:
-            wish = self.served.wish(req.sampling_params.custom_params)
-        except BudgetError:  # only where the request bypassed the check of the front end
-            wish = Wish(self.served.request.budget)
-        return self.served.freezer.plan(len(req.origin_input_ids), wish)
+            return self.served.wish(req.sampling_params.custom_params)
+        except BudgetError:  # where it bypassed the front end's check (--tokenizer-worker-num)
+            return Wish(self.served.request.budget)
 
     def hit_limit(self, req: Req | None) -> int | None:
         """Most pages of a prefix hit that the request may use; None for all of them."""
@@ -266,12 +271,10 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         """What the request's answer says about its prompt."""
         if req.raggedkv is not None and req.raggedkv.freeze is not None:
             return req.raggedkv.freeze.report
-        prompt, budget = len(req.origin_input_ids), None
-        wish = self.served.wish(req.sampling_params.custom_params)
+        prompt, wish = len(req.origin_input_ids), self._wish(req)
         if wish.budget is None:
             return FreezeReport(prompt, reason="no budget")
-        budget = wish.budget.of(prompt)
-        return FreezeReport(prompt, budget, reason="the prompt fits its budget")
+        return FreezeReport(prompt, wish.budget.of(prompt), reason="the prompt fits its budget")
 
     def note_hit(self, req: Req | None, found: int, valid: int) -> None:
         """Count a prefix match of ``found`` pages of which ``valid`` are usable.
@@ -299,16 +302,27 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
 
     # -- internals -----------------------------------------------------------------------------
 
+    @contextmanager
+    def considering(self, req: Req) -> Iterator[None]:
+        """Inside, ``max_new_tokens_for_memory`` is asked about this request."""
+        self._considered = self.freeze_of(req)
+        try:
+            yield
+        finally:
+            self._considered = None
+
     def _peak(self, prompt: int, max_new: int) -> int:
-        """Most pages of a request on its own, whatever budget it has."""
-        prompt = max(1, prompt)
-        whole = peak_pages(self.ledger.levels, prompt, max_new, self.page_size)
-        default = self.served.request.budget
-        if default is None or default.of(prompt) >= prompt:
-            return whole
-        units = len(self.served.freezer.layers)
-        compact = units * -(-default.of(prompt) // self.page_size)
-        return max(whole, peak_pages(self.ledger.levels, prompt, 0, self.page_size) + compact)
+        """Most pages that a request on its own holds, frozen or not."""
+        prompt, freeze = max(1, prompt), self._considered
+        if freeze is None:
+            return peak_pages(self.ledger.levels, prompt, max_new, self.page_size)
+        compact = freezing.compact_ahead(self.residents, freeze)
+        before = peak_pages(self.ledger.levels, prompt, 0, self.page_size) + compact
+        last = peak_length(prompt + max_new, self.page_size)
+        new = max(0, last - prompt)
+        return max(
+            before, frozen_pages(self.ledger.levels, prompt, new, freeze.budget, self.page_size)
+        )
 
     def pages_of(self, slots: torch.Tensor) -> np.ndarray:
         """Logical pages of a tree path's slots, int64 [pages]."""

@@ -252,8 +252,7 @@ class PageLedger:
         flat = self._stack[self._num_free : self._num_free + total]
         width = int(counts.max(initial=0))
         ids = torch.full((len(counts), width), SINK_PAGE, dtype=torch.int32, device=self.device)
-        filled = np.arange(width)[None, :] < counts[:, None]
-        ids[torch.from_numpy(filled).to(self.device)] = flat
+        ids[self._cells(np.arange(width)[None, :] < counts[:, None])] = flat
         private = PrivatePages(level, ids, counts.copy())
         self._private.add(private)
         self.pinned += total
@@ -266,7 +265,7 @@ class PageLedger:
         width = private.ids.shape[1]
         column = np.arange(width)[None, :]
         surplus = (column >= counts[:, None]) & (column < private.counts[:, None])
-        index = torch.from_numpy(surplus).to(self.device)
+        index = self._cells(surplus)
         ids = private.ids[index]
         private.ids[index] = SINK_PAGE
         private.counts = np.minimum(private.counts, counts)
@@ -356,6 +355,10 @@ class PageLedger:
 
     def _index(self, logical: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(logical, dtype=np.int64), device=self.device)
+
+    def _cells(self, mask: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """Index of the true cells of a host mask; a mask on the device would synchronise."""
+        return tuple(torch.from_numpy(axis).to(self.device) for axis in np.nonzero(mask))
 
     def _push(self, ids: torch.Tensor) -> None:
         if self._on_free is not None:

@@ -24,7 +24,7 @@ class FrozenServer:
     server: Server
     tokenizer: object
     reference: FrozenReference
-    budget: int
+    budget: int | None
 
     def ask(self, prompt: Sequence[int], count: int, **custom) -> Completion:
         return self.server.generate(prompt, count, custom_params=LIST_POSITIONS | custom)
@@ -38,7 +38,7 @@ class FrozenServer:
         budget = self.budget if budget is None else budget
         report = answer.meta["raggedkv"]
         assert report["prompt_tokens"] == len(prompt) and report["budget"] == budget
-        if budget >= len(prompt):
+        if budget is None or budget >= len(prompt):
             assert not report["frozen"]
             self.check_unfrozen(prompt, answer)
             return
@@ -75,14 +75,19 @@ def start(
     model: Path,
     policy: WindowPolicy,
     rule: RetentionRule,
-    budget: int,
+    budget: int | None,
     *flags: str,
     env: dict[str, str] | None = None,
 ) -> FrozenServer:
-    """Serve ``policy`` with random tables of ``rule``; every longer prompt keeps ``budget``."""
+    """Serve ``policy`` with random tables of ``rule``; every longer prompt keeps ``budget``.
+
+    Without a budget prompts are frozen only where a request asks for it.
+    """
     tables = policies.tables(model, rule)
     folder = policies.write(policy, root, name=rule.name, retention=tables)
-    flags = ("--kv-policy", str(folder), "--kv-budget-tokens", str(budget), *flags)
+    flags = ("--kv-policy", str(folder), *flags)
+    if budget is not None:
+        flags += ("--kv-budget-tokens", str(budget))
     server = server_factory(model, *flags, env=POISON | (env or {}))
     _, layers, heads = retention_units(policy)
     reference = FrozenReference(model, policy.windows, policy.sinks, (layers, heads), tables)

@@ -110,6 +110,8 @@ def test_the_proof_and_the_start_up_table_name_the_choice(request_for):
         "residency": 0.53125,
         "residency_context": 256,
         "budget": 0.6,
+        "retention": None,
+        "prompt_budget": None,
         "running": False,
     }
     served.arena_bytes = 1 << 20

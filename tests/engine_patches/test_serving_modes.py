@@ -7,12 +7,10 @@ import json
 import httpx
 import pytest
 
-from tests.engine_patches import policies
+from kvpolicy.retention import RULES
+from tests.engine_patches import frozen_server, policies
+from tests.engine_patches.frozen_server import FrozenServer
 from tests.harness import corpora
-from tests.harness.reference import MaskedReference
-
-ATOL = 1e-4
-POISON = {"RAGGEDKV_POISON_FREED_PAGES": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -21,26 +19,30 @@ def policy(smollm2):
 
 
 @pytest.fixture(scope="module")
-def server(server_factory, smollm2, policy, tmp_path_factory):
-    folder = policies.write(policy, tmp_path_factory.mktemp("policy"))
-    flags = ("--kv-policy", str(folder), "--kv-arena-bytes", "60MB")
-    flags += ("--disable-radix-cache", "--disable-overlap-schedule")
-    flags += ("--chunked-prefill-size", "112", "--enable-metrics")
-    return server_factory(smollm2, *flags, env=POISON)
+def frozen(server_factory, tokenizer, smollm2, policy, tmp_path_factory) -> FrozenServer:
+    """Freezes only where a request asks for it."""
+    return frozen_server.start(
+        server_factory, tokenizer, tmp_path_factory.mktemp("policy"), smollm2, policy,
+        RULES["head"], None, "--kv-arena-bytes", "60MB", "--disable-radix-cache",
+        "--disable-overlap-schedule", "--chunked-prefill-size", "112", "--enable-metrics",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2, policy):
-    return MaskedReference(smollm2, policy.windows, sinks=17)
+def server(frozen: FrozenServer):
+    return frozen.server
 
 
-def test_without_radix_cache_and_overlap(server, reference, tokenizer, smollm2):
+def test_without_radix_cache_and_overlap(frozen, tokenizer, smollm2):
     """Seventeen sinks take two pages, chunks of 112 end mid-window, five prompts share 60 MB."""
     prompts = corpora.prompts(tokenizer(smollm2), [500, 77, 340, 16, 611], seed=20)
-    answers = server.generate_many(prompts, 30, concurrency=5)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.cached_tokens == 0
-        reference.check_greedy(prompt, answer.output_ids, answer.logprobs, atol=ATOL)
+    for answers, budget in (
+        (frozen.ask_many(prompts, 30), None),
+        (frozen.ask_many(prompts, 30, kv_budget_tokens=90), 90),
+    ):
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.cached_tokens == 0
+            frozen.check(prompt, answer, budget=budget)
 
 
 def test_nothing_is_cached_when_idle(server):
@@ -81,5 +83,9 @@ def test_metrics_prove_the_policy(server, policy):
         for level in policy.levels()
     }
     assert units == expected
+    info = metrics["raggedkv:policy_info"][0].labels
+    assert (info["retention"], info["prompt_budget"]) == ("head", "")
+    assert metrics["raggedkv:freezes_total"][0].value >= 3
+    assert metrics["raggedkv:frozen_requests"][0].value == 0
     assert metrics["raggedkv:admitted_total"][0].value >= 1
     assert metrics["raggedkv:audit_faults_total"][0].value == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -16,70 +17,64 @@ import pytest
 
 from kvpolicy.geometry import read_geometry
 from kvpolicy.residency import peak_bytes
-from tests.engine_patches import policies
+from kvpolicy.retention import RetentionRule
+from tests.engine_patches import frozen_server, policies
+from tests.engine_patches.frozen_server import FrozenServer
 from tests.harness import corpora
-from tests.harness.reference import MaskedReference
 
-ATOL = 1e-4
-LONGEST, OUTPUT, CHUNK = 520, 40, 128
+LONGEST, OUTPUT, CHUNK, BUDGET = 520, 40, 128, 90
+RULE = RetentionRule("gated", alpha_scope="head", keep_window=False, gate="table", share="head")
 ENV = {
     "RAGGEDKV_POISON_FREED_PAGES": "1",
     "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "7",
+    "SGLANG_TEST_RETRACT_INTERVAL": "23",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
 }
 
 
 @pytest.fixture(scope="module")
-def policy(smollm2):
-    return policies.mixed(smollm2, sinks=4, seed=2)
-
-
-@pytest.fixture(scope="module")
-def server(server_factory, smollm2, policy, tmp_path_factory):
+def frozen(server_factory, tokenizer, smollm2, tmp_path_factory) -> FrozenServer:
+    policy = policies.mixed(smollm2, sinks=4, seed=2)
     geometry = read_geometry(smollm2).with_kv_dtype_bytes(4)
     room = int(2.6 * peak_bytes(policy.levels(), geometry, LONGEST + OUTPUT))
-    folder = policies.write(policy, tmp_path_factory.mktemp("policy"))
-    flags = ("--kv-policy", str(folder), "--kv-arena-bytes", str(room))
-    flags += ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "6")
-    return server_factory(smollm2, *flags, env=ENV)
+    return frozen_server.start(
+        server_factory, tokenizer, tmp_path_factory.mktemp("policy"), smollm2, policy, RULE, BUDGET,
+        "--kv-arena-bytes", str(room), "--chunked-prefill-size", str(CHUNK),
+        "--max-running-requests", "6", env=ENV,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2, policy):
-    return MaskedReference(smollm2, policy.windows, sinks=4)
+def server(frozen: FrozenServer):
+    return frozen.server
 
 
-def state(server) -> dict:
-    return server.info()["internal_states"][0]["raggedkv"]
-
-
-def check_nothing_is_lost(server) -> None:
-    server.wait_idle()
-    seen = state(server)
-    assert seen["requests"] == 0 and seen["pages"]["pinned"] == 0
-    assert seen["counters"]["audits"] > 0 and seen["counters"]["audit_faults"] == 0
-    server.flush_cache()
-    pages = state(server)["pages"]
-    assert pages["free"] == pages["capacity"]
-
-
-def test_every_answer_is_exact_under_forced_retraction(server, reference, tokenizer, smollm2):
+def test_every_answer_is_exact_under_forced_retraction(frozen, tokenizer, smollm2):
+    """Half of the requests are frozen at the end of their prompts, half keep everything."""
     lengths = np.random.default_rng(3).integers(30, LONGEST, size=10)
     prompts = corpora.prompts(tokenizer(smollm2), lengths.tolist(), seed=11)
     prompts += corpora.branching(tokenizer(smollm2), 200, [60, 130], seed=12)
-    answers = server.generate_many(prompts, OUTPUT, concurrency=len(prompts))
-    for prompt, answer in zip(prompts, answers, strict=True):
+    custom = [{"kv_retention": "off"} if i % 2 else {} for i in range(len(prompts))]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        asked = [
+            threads.submit(frozen.ask, prompt, OUTPUT, **mine)
+            for prompt, mine in zip(prompts, custom, strict=True)
+        ]
+        answers = [future.result() for future in asked]
+    for prompt, answer, mine in zip(prompts, answers, custom, strict=True):
         assert len(answer.output_ids) == OUTPUT
-        reference.check_greedy(prompt, answer.output_ids, answer.logprobs, atol=ATOL)
-    seen = state(server)
+        if mine:
+            frozen.check_unfrozen(prompt, answer)
+        else:
+            frozen.check(prompt, answer)
+    seen = frozen.state()
     assert seen["counters"]["retractions"] > 0
     assert seen["pages"]["peak_used"] > 0.9 * seen["pages"]["capacity"], "never saturated"
-    check_nothing_is_lost(server)
+    frozen.check_nothing_is_left()
 
 
-def test_json_constrained_output_at_a_full_pool(server, tokenizer, smollm2):
+def test_json_constrained_output_at_a_full_pool(frozen, server, tokenizer, smollm2):
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
@@ -93,7 +88,7 @@ def test_json_constrained_output_at_a_full_pool(server, tokenizer, smollm2):
     for answer in answers:
         parsed = json.loads(answer.text)
         assert set(parsed) == {"name", "ok"} and isinstance(parsed["ok"], bool)
-    check_nothing_is_lost(server)
+    frozen.check_nothing_is_left()
 
 
 class Stream:
@@ -126,7 +121,7 @@ class Stream:
             time.sleep(0.05)
 
 
-def test_aborts_in_every_phase_leak_nothing(server, reference, tokenizer, smollm2):
+def test_aborts_in_every_phase_leak_nothing(frozen, server, tokenizer, smollm2):
     prompts = corpora.prompts(tokenizer(smollm2), [LONGEST] * 5 + [90] * 4, seed=14)
     decoding = Stream(server, prompts[5], "decoding")
     decoding.abort_after(3)
@@ -146,12 +141,13 @@ def test_aborts_in_every_phase_leak_nothing(server, reference, tokenizer, smollm
         stream.thread.join(timeout=240)
     ends = {s.rid: (s.reason or {}).get("type", s.last) for s in streams}
     assert set(ends.values()) == {"abort"}, ends
-    check_nothing_is_lost(server)
-    answer = server.generate(prompts[0], OUTPUT)
-    reference.check_greedy(prompts[0], answer.output_ids, answer.logprobs, atol=ATOL)
+    frozen.check_nothing_is_left()
+    frozen.check(prompts[0], frozen.ask(prompts[0], OUTPUT))
 
 
-def test_a_prompt_that_can_never_fit_is_refused_and_the_rest_goes_on(server, tokenizer, smollm2):
+def test_a_prompt_that_can_never_fit_is_refused_and_the_rest_goes_on(
+    frozen, server, tokenizer, smollm2
+):
     longer = corpora.prompts(tokenizer(smollm2), [6000], seed=15)[0]
     answer = httpx.post(
         f"http://127.0.0.1:{server.port}/generate",
@@ -162,4 +158,4 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_rest_goes_on(server, tok
     assert answer.status_code != 200 or '"abort"' in text
     assert "KV memory budget" in text or "longer" in text
     assert server.generate(longer[:50], 4).output_ids
-    check_nothing_is_lost(server)
+    frozen.check_nothing_is_left()
