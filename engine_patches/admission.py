@@ -70,6 +70,21 @@ class RaggedPrefillAdder(PrefillAdder):
         super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
         self._start(req)
 
+    def add_one_req(self, req: Req, *args, **kwargs) -> AddReqResult:
+        """As upstream, but a shortage that this batch's own freezes may end is not the batch's end.
+
+        After NO_TOKEN SGLang admits nobody until some request finishes; after OTHER it asks again.
+        """
+        result = super().add_one_req(req, *args, **kwargs)
+        if result is AddReqResult.NO_TOKEN and self._pages_will_come():
+            return AddReqResult.OTHER
+        return result
+
+    def _pages_will_come(self) -> bool:
+        """Whether some prompt now in prefill is going to be frozen."""
+        plans = (resident.freeze for resident in self.residents.running)
+        return any(freeze is not None and not freeze.done for freeze in plans)
+
     def add_one_req_ignore_eos(self, req: Req) -> AddReqResult:
         if self.shortage(req) > 0:
             return AddReqResult.NO_TOKEN

@@ -24,6 +24,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "model": Command("loadtest.models", "fetch, convert and verify a demo model"),
     "demo": Command("loadtest.demo", "compare stock SGLang and RaggedKV on the same KV bytes"),
+    "freeze": Command("loadtest.freeze", "measure what freezing prompts brings and costs"),
     "quality": Command("loadtest.quality", "measure what a policy costs in quality"),
     "calibration-cost": Command("loadtest.calibration_cost", "what SeqCalib costs and grows with"),
 }

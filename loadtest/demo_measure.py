@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvpolicy.residency import ceil_div
-from loadtest.demo_workload import Contender, Workload
+from loadtest.demo_workload import Contender, Workload, page_bytes
 from loadtest.errors import UserError
 from loadtest.servers import PAGE_SIZE, Server, ServerError, TextCompletion
 
@@ -31,6 +31,7 @@ class Measured(msgspec.Struct, frozen=True):
     ``peak_running`` requests at once, as ``/v1/loads`` reported them; ``peak_pages`` are pages of
     16 tokens of one KV head, held by running requests; bytes are of K and V; ``seconds`` from the
     first request sent to the last answer. ``windows`` counts the policy's different windows.
+    ``kept_share`` of all prompt tokens were decoded from; None where no prompt was frozen.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Measured(msgspec.Struct, frozen=True):
     start_seconds: float
     command: list[str]
     log: str
+    kept_share: float | None = None
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -127,10 +129,11 @@ def _figures(
     contender: Contender, work: Workload, server: Server, peak: _Peak, seconds: float
 ) -> Measured:
     pages = ceil_div(peak.tokens, PAGE_SIZE) * work.geometry.num_units
-    page_bytes = work.geometry.bytes_per_token() * PAGE_SIZE // work.geometry.num_units
+    page, kept = page_bytes(work.geometry), None
     if contender.policy_id is not None:
         state = server.info()["internal_states"][0]["raggedkv"]
-        pages, page_bytes = state["pages"]["peak_pinned"], state["page_bytes"]
+        pages, page = state["pages"]["peak_pinned"], state["page_bytes"]
+        kept = kept_share(state) if contender.budget is not None else None
     retracted = sum(sample.value for sample in server.metrics().get(RETRACTIONS, []))
     return Measured(
         name=contender.name,
@@ -140,14 +143,23 @@ def _figures(
         peak_running=peak.running,
         retractions=int(retracted),
         peak_pages=pages,
-        peak_bytes=pages * page_bytes,
+        peak_bytes=pages * page,
         request_bytes=contender.request_bytes,
         seconds=round(seconds, 2),
         tokens_per_second=round(work.requests * work.output_tokens / seconds, 2),
         start_seconds=round(server.start_seconds, 2),
         command=server.command,
         log=str(server.log),
+        kept_share=kept,
     )
+
+
+def kept_share(state: dict) -> float | None:
+    """Share of all frozen prompts' tokens that stayed; None if none was frozen."""
+    counters = state["counters"]
+    if not counters["freezes"]:
+        return None
+    return counters["freeze_kept_tokens"] / counters["freeze_prompt_tokens"]
 
 
 def one_line(name: str, server: Server, error: ServerError) -> str:

@@ -48,7 +48,7 @@ def write_result(result: Result, folder: Path) -> Path:
 
 
 def table(result: Result) -> Table:
-    """Stock and RaggedKV, a row each; fits 80 columns."""
+    """Stock, RaggedKV and, if it ran, RaggedKV frozen, a row each; fits 80 columns."""
     title = (
         f"{result.requests} requests of {result.prompt_tokens} + {result.output_tokens} tokens, "
         f"{human_bytes(result.kv_bytes)} of KV cache for each server"
@@ -69,6 +69,7 @@ def table(result: Result) -> Table:
 def _cells(row: Row) -> list[str]:
     it, checked = row.measured, row.checked
     equal = f"{checked.equal} of {checked.answers}" if checked.answers else "not checked"
+    equal = equal if it.kept_share is None else "does not\napply"
     return [
         it.name.replace(" ", "\n"),
         f"{it.peak_running}\n({it.predicted})",
@@ -83,11 +84,12 @@ def _cells(row: Row) -> list[str]:
 
 def meaning(result: Result) -> list[str]:
     """What the table says, and what it does not, in sentences."""
-    stock, ragged = result.rows
+    stock, ragged, *frozen = result.rows
     return [
         _capacity(result, stock.measured, ragged.measured),
-        _exactness(result.rows),
+        _exactness([stock, ragged]),
         _fidelity(ragged),
+        *(_freeze(result, stock, row) for row in frozen),
     ]
 
 
@@ -135,6 +137,23 @@ def _fidelity(ragged: Row) -> str:
             "calibrated one (seqcalib) gives each head its own window."
         )
     return text
+
+
+def _freeze(result: Result, stock: Row, frozen: Row) -> str:
+    """What a freeze brings and what it costs, as far as it was measured."""
+    it, beside = frozen.measured, frozen.beside_stock
+    text = (
+        f"Frozen ({it.policy_id}), {it.peak_running} ran at once of {it.predicted} that fit: once "
+        f"its prompt is read, a request decodes from {it.kept_share or 0:.0%} of it, "
+        f"{it.request_bytes / stock.measured.request_bytes:.0%} of a dense request's bytes. "
+    )
+    if it.predicted > result.requests:
+        text += f"Only {result.requests} were sent. "
+    share = beside.same_tokens / beside.tokens
+    return text + (
+        f"This is lossy: {share:.0%} of the output tokens come before the first that differs from "
+        "stock's, and what that costs in quality is not measured here."
+    )
 
 
 def by_hand(model: Path, policy: str, kv_bytes: int) -> list[str]:

@@ -7,9 +7,15 @@ from pathlib import Path
 
 from kvpolicy.geometry import ModelGeometry, read_geometry
 from kvpolicy.plan import parse_bytes
-from kvpolicy.residency import peak_bytes
+from kvpolicy.residency import (
+    ceil_div,
+    frozen_pages,
+    held_pages,
+    peak_bytes,
+    peak_length,
+)
 from kvpolicy.store import resolve
-from kvpolicy.windows import WindowPolicy
+from kvpolicy.windows import Level, WindowPolicy
 from loadtest.errors import UserError, in_range, naming_flag
 from loadtest.model_specs import SPECS
 from loadtest.models import ensure_model
@@ -17,6 +23,8 @@ from loadtest.servers import PAGE_SIZE
 
 DTYPE_BYTES = 4  # float32: logprobs are then comparable to a reference within 1e-4
 MAX_REQUESTS = 64
+FREEZE_POLICY = "head-uniform@483eaba3df94"
+"""What ships to freeze the default model's prompts with; one version, as the demo shows."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Contender:
 
     ``name`` names its log as well; ``windows`` is the policy it must answer by: None for the
     unchanged model. ``predicted`` is how many requests fit at once, by ``kvpolicy``'s formulas.
+    ``budget`` is how many tokens of its prompt a request decodes from; None for all.
+    ``request_bytes`` of K and V is the most a request holds, once frozen where there is a budget.
     """
 
     name: str
@@ -64,6 +74,12 @@ class Contender:
     windows: WindowPolicy | None
     request_bytes: int
     predicted: int
+    budget: int | None = None
+
+    @property
+    def log_name(self) -> str:
+        """``name`` as a part of a file's name."""
+        return self.name.lower().replace(" ", "-")
 
 
 def make_workload(
@@ -111,15 +127,65 @@ def stock(work: Workload) -> Contender:
     return Contender("stock SGLang", None, flags, None, request_bytes, predicted)
 
 
-def ragged(work: Workload, policy: str) -> Contender:
+def ragged(work: Workload, policy: str, name: str = "RaggedKV") -> Contender:
     """SGLang with ``policy`` and the same bytes. Raises UserError if there is no such policy."""
     resolved = naming_flag("--policy", resolve, policy, work.geometry)
     request_bytes = _request_bytes(resolved.policy, work)
     flags = ("--kv-policy", policy, "--kv-arena-bytes", str(work.kv_bytes))
     predicted = work.kv_bytes // request_bytes
+    return Contender(name, resolved.policy_id, flags, resolved.policy, request_bytes, predicted)
+
+
+def frozen(work: Workload, policy: str, budget: int, flag: str) -> Contender:
+    """SGLang with ``policy``'s retention: every prompt is frozen to ``budget`` tokens.
+
+    Raises UserError, naming ``flag`` for the policy, if there is none or it cannot freeze.
+    """
+    in_range("--budget-tokens", budget, 1, work.prompt_tokens - 1)
+    resolved = naming_flag(flag, resolve, policy, work.geometry)
+    if resolved.retention is None:
+        raise UserError(f"{flag}: policy {resolved.policy_id} has no retention tables to freeze by")
+    flags = ("--kv-policy", policy, "--kv-arena-bytes", str(work.kv_bytes))
+    flags += ("--kv-budget-tokens", str(budget))
+    page = page_bytes(work.geometry)
+    reserved = _Reserved.of(resolved.policy.levels(), work, budget)
     return Contender(
-        "RaggedKV", resolved.policy_id, flags, resolved.policy, request_bytes, predicted
-    )
+        "RaggedKV frozen", resolved.policy_id, flags, resolved.policy, reserved.decoding * page,
+        reserved.at_once(work.kv_bytes // page - 1), budget,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """Pages that admission reserves: for a new request, and for one whose prompt is frozen."""
+
+    new: int
+    decoding: int
+
+    @classmethod
+    def of(cls, levels: tuple[Level, ...], work: Workload, budget: int) -> _Reserved:
+        """A new request needs its whole prompt and, at the freeze, the kept copy beside it."""
+        prompt, top = work.prompt_tokens, peak_length(work.final_tokens, PAGE_SIZE)
+        whole = max(ceil_div(prompt, PAGE_SIZE), ceil_div(top, PAGE_SIZE) - prompt // PAGE_SIZE)
+        new = sum(
+            len(level.units)
+            * (
+                ceil_div(budget, PAGE_SIZE) + whole
+                if level.is_full
+                else held_pages(level, top, PAGE_SIZE)
+            )
+            for level in levels
+        )
+        return cls(new, frozen_pages(levels, prompt, max(0, top - prompt), budget, PAGE_SIZE))
+
+    def at_once(self, pages: int) -> int:
+        """Requests that decode together: the last one still had to fit as a new one."""
+        return 0 if pages < self.new else 1 + (pages - self.new) // self.decoding
+
+
+def page_bytes(geometry: ModelGeometry) -> int:
+    """Bytes of one page: K and V of 16 tokens of one KV head."""
+    return geometry.bytes_per_token() * PAGE_SIZE // geometry.num_units
 
 
 def _request_bytes(policy: WindowPolicy, work: Workload) -> int:

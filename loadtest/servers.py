@@ -122,18 +122,31 @@ class Client:
         return _completion(self._send("POST", "/generate", json=body).json())
 
     def stream(
-        self, prompt: str | Sequence[int], max_new_tokens: int, rid: str | None = None, **sampling
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int,
+        rid: str | None = None,
+        *,
+        return_logprob: bool = True,
+        **sampling,
     ) -> Iterator[Completion]:
         """``generate``, yielding the answer so far at each token; closing it drops the request."""
-        body = _body(prompt, max_new_tokens, sampling) | {"return_logprob": True, "stream": True}
+        body = _body(prompt, max_new_tokens, sampling)
+        body |= {"return_logprob": return_logprob, "stream": True}
         if rid is not None:
             body["rid"] = rid
-        with self._http.stream("POST", "/generate", json=body) as response:
-            if response.is_error:
-                raise self._error(f"POST /generate: {response.status_code}")
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    yield _completion(json.loads(line.removeprefix("data: ")))
+        try:
+            with self._http.stream("POST", "/generate", json=body) as response:
+                if response.is_error:
+                    raise self._error(f"POST /generate: {response.status_code}")
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        answer = json.loads(line.removeprefix("data: "))
+                        if "error" in answer:
+                            raise self._error(f"POST /generate: {str(answer['error'])[:500]}")
+                        yield _completion(answer)
+        except httpx.TransportError as error:
+            raise self._error(f"POST /generate: {error!r}") from error
 
     def generate_many(
         self, prompts: Iterable[str | Sequence[int]], max_new_tokens: int, concurrency: int, **rest
@@ -276,6 +289,17 @@ class Server(Client):
         """Exit status of the launcher; None while it runs."""
         return None if self._process is None else self._process.poll()
 
+    def cpu_seconds(self) -> float:
+        """CPU seconds that the launcher and its living children have taken so far."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
+
     def log_tail(self, lines: int = 30) -> str:
         """The last lines of the server's output."""
         tail = self.log.read_text(errors="replace").splitlines()[-lines:]
@@ -388,8 +412,8 @@ def _completion(answer: dict[str, Any]) -> Completion:
         output_ids=answer["output_ids"],
         logprobs=_values(meta.get("output_token_logprobs")),
         text=answer["text"],
-        prompt_tokens=meta["prompt_tokens"],
-        cached_tokens=meta["cached_tokens"],
+        prompt_tokens=meta.get("prompt_tokens", 0),  # not told if aborted while it waited
+        cached_tokens=meta.get("cached_tokens", 0),
         finish_reason=meta["finish_reason"],
         input_logprobs=_values(meta.get("input_token_logprobs")),
         meta=meta,

@@ -22,7 +22,7 @@ def window_mass(
     key_positions: Tensor,
     scale: float,
     logit_cap: float = 0.0,
-    block: int = 1024,
+    block: int = 4096,
 ) -> Tensor:
     """Attention that observation queries pay to each key of one layer: the sum over j of eq. 4.
 
@@ -37,26 +37,31 @@ def window_mass(
             query_positions[i]``. Below 0 marks an empty slot, whose bytes may be anything.
         scale: factor of the logits, before the cap.
         logit_cap: ``c * tanh(logit / c)`` if above 0.
-        block: keys a step; at most [H, n * G, block] logits are held, in two passes.
+        block: keys a step; at most [H, n * G, block] logits are held. More keys take two passes.
 
     Returns:
         float32 [H, S], accumulated in float32 whatever the dtypes; rows without any visible key
         add nothing.
     """
     n, heads, group, _ = q.shape
-    rows = q.permute(1, 0, 2, 3).reshape(heads, n * group, -1).float()
+    rows = q.permute(1, 0, 2, 3).reshape(heads, n * group, -1).float() * scale
     row_positions = query_positions[:, None].expand(n, group).reshape(-1, 1)
 
-    def logits(start: int) -> Tensor:
+    def logits(start: int, nothing: float = -torch.inf) -> Tensor:
         keys = k[:, start : start + block].float()
-        found = torch.matmul(rows, keys.transpose(1, 2)) * scale
+        found = torch.matmul(rows, keys.transpose(1, 2))
         if logit_cap > 0:
             found = logit_cap * torch.tanh(found / logit_cap)
         positions = key_positions[start : start + block]
         hidden = (positions < 0) | (positions > row_positions)
-        return found.masked_fill(hidden, -torch.inf)
+        return found.masked_fill_(hidden, nothing)
 
     starts = range(0, k.shape[1], block)
+    if len(starts) == 1:
+        first = key_positions.masked_fill(key_positions < 0, torch.iinfo(torch.int64).max).min()
+        sees = (row_positions >= first).T.float()
+        weights = logits(0, torch.finfo(torch.float32).min).softmax(-1)
+        return torch.matmul(sees, weights)[:, 0] / group
     norm = rows.new_full((heads, n * group), -torch.inf)
     for start in starts:
         norm = torch.logaddexp(norm, torch.logsumexp(logits(start), dim=-1))

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 
 from engine_patches.admission import RaggedPrefillAdder
+from engine_patches.plan import ExtendPlan
 from engine_patches.prefix import longest_valid_hit
-from kvpolicy.residency import held_pages, peak_pages
+from tests.engine_patches import model_freezing as freezing
+from tests.engine_patches.model_checks import Checks
 from tests.engine_patches.model_memory import (
     Allocator,
     Contents,
@@ -50,7 +52,9 @@ class Engine:
         self.setup, self.size, self.levels = setup, setup.page_size, setup.levels
         self.contents = Contents(setup)
         self.tree = Tree(setup, self.contents)
-        self.allocator = Allocator(setup, self.tree, self.contents.poison)
+        self.freezer = freezing.ModelFreezer(setup, self.contents) if setup.freezes else None
+        served = freezing.serving_of(setup, self.freezer)
+        self.allocator = Allocator(setup, self.tree, self.contents.poison, served)
         self.tree.allocator = self.allocator
         self.ledger, self.residents = self.allocator.ledger, self.allocator.residents
         self.waiting: list[Request] = []
@@ -59,20 +63,34 @@ class Engine:
         self.starting: list[Request] = []  # admitted to the batch being built
         self.said: list[list[int]] = [[0] * 40]
         self.events: Counter[str] = Counter()
+        self._lose_forward = False
+        self.check = Checks(self)
         self._results: list[tuple[Request, int, Callable[[], None]]] = []
         self._rids = itertools.count()
 
     # -- what a client does --------------------------------------------------------------------
 
-    def ask(self, source: int, cut: int, tail: int, letter: int, max_new: int) -> None:
-        """Queue a prompt: the start of an earlier conversation, then ``tail`` new tokens."""
+    def ask(
+        self,
+        source: int,
+        cut: int,
+        tail: int,
+        letter: int,
+        max_new: int,
+        custom: dict | None = None,
+    ) -> None:
+        """Queue a prompt: the start of an earlier conversation, then ``tail`` new tokens.
+
+        ``custom`` may ask for another budget than the server's.
+        """
         base = self.said[source % len(self.said)]
         tokens = [*base[:cut], *[letter] * tail] or [letter]
-        while self._too_big(len(tokens) + max_new):
+        while self._too_big(len(tokens), max_new, custom):
             if len(tokens) == max_new == 1:
                 return
             tokens, max_new = tokens[: -(-len(tokens) // 2)], -(-max_new // 2)
-        req = Request(next(self._rids), tokens, len(tokens), max_new, letter)
+        req = Request(next(self._rids), tokens, len(tokens), max_new, letter, custom=custom)
+        req.keep = freezing.budget_of(self.setup, custom, req.prompt)
         self.said.append(req.tokens)
         self.waiting.append(req)
 
@@ -97,22 +115,34 @@ class Engine:
 
     # -- batches -------------------------------------------------------------------------------
 
+    def lose_forward(self, budget: int) -> None:
+        """A prefill batch is allocated, but its forward never happens: all of it is given up."""
+        self._lose_forward = True
+        self.prefill(budget)
+        self._lose_forward = False
+
     def prefill(self, budget: int) -> bool:
         """One prefill batch of up to ``budget`` tokens. Returns whether there was one."""
         batch: list[tuple[Request, int]] = []
         adder = Adder(self)
         if self.chunked:
-            batch.append((self.chunked, self._stash(self.chunked, budget)))
+            self._stash(self.chunked)
+            batch.append((self.chunked, self._share(adder, self.chunked, budget)))
             budget -= batch[0][1]
-        while self.waiting and budget > 0 and self._admit(adder, self.waiting[0]):
-            req = self.waiting.pop(0)
-            self.starting.append(req)
-            count = min(budget, len(req.tokens) - req.computed)
-            batch.append((req, count))
+        while self.waiting and budget > 0:
+            cut = any(req.computed + count < len(req.tokens) for req, count in batch)
+            count = self._admit(adder, self.waiting[0], budget, cut)
+            if not count:
+                break
+            self.starting.append(self.waiting.pop(0))
+            batch.append((self.starting[-1], count))
             budget -= count
         if not batch:
             return False
         results, self._results = self._results, []
+        if self._lose_forward:
+            self._give_up(batch, results)
+            return True
         self._forward_extend(batch)
         self.process(results)
         self.chunked, self.starting = None, []
@@ -168,6 +198,7 @@ class Engine:
             self.tree.lock(req, [])
             self.allocator.finish(req)
         req.row, req.hit, req.computed = [], [], 0
+        req.kept, req.observed, req.losses = None, [], []
         req.life += 1
         if req in self.running:
             self.running.remove(req)
@@ -176,17 +207,34 @@ class Engine:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _too_big(self, length: int) -> bool:
-        setup = self.setup
-        peak = peak_pages(self.levels, length, 0, self.size)
+    def _too_big(self, prompt: int, max_new: int, custom: dict | None) -> bool:
+        setup, length = self.setup, prompt + max_new
+        keep = freezing.budget_of(setup, custom, prompt)
+        peak = freezing.most_pages(setup, prompt, length, keep)
         return peak > setup.capacity or -(-length // self.size) + 1 > setup.logical
 
-    def _stash(self, req: Request, budget: int) -> int:
+    def _stash(self, req: Request) -> None:
         if self.setup.cache:
             self._checkpoint(req, req.computed)
-        return min(budget, len(req.tokens) - req.computed)
+
+    def _share(self, adder: Adder, req: Request, budget: int) -> int:
+        """Tokens of the request's next chunk."""
+        left = adder._left_of_prompt(req, req.computed)
+        whole = len(req.tokens) - req.computed
+        return min(budget, whole if left is None else left)
+
+    def _give_up(self, batch: list[tuple[Request, int]], results: list) -> None:
+        self._allocate_extend(batch)
+        self.process(results)
+        for req, _ in batch:
+            assert req.raggedkv is not None
+            self.release(req, req.computed, checkpoint=False)
+            self.events["lost"] += req.kept is None and req.keep is not None
+        self.chunked, self.starting = None, []
 
     def _checkpoint(self, req: Request, length: int) -> None:
+        if req.keep is not None:
+            length = min(length, req.prompt)  # as the patch of ``checkpoint_into_tree`` has it
         with self.residents.drops_deferred():
             before = list(req.row)
             self.tree.insert(req, length)
@@ -194,25 +242,32 @@ class Engine:
             row = [req.row[t // self.size] * self.size for t in range(len(req.lock) * self.size)]
             self.allocator.follow_tree(req, torch.tensor(row, dtype=torch.int64))
 
-    def _admit(self, adder: Adder, req: Request) -> bool:
+    def _admit(self, adder: Adder, req: Request, budget: int, cut: bool) -> int:
+        """Tokens of the request's first chunk; 0 if it cannot start now.
+
+        ``cut`` says that the batch already holds a request whose prompt does not end in it.
+        """
         path = self.tree.match(req.tokens[:-1]) if self.setup.cache else []
+        path = path[: self.allocator.hit_limit(req)]
         valid = 0
         if path:
             valid = longest_valid_hit(self.ledger, [n.page for n in path], self.size)
             self.allocator.note_hit(req, len(path), valid)
         self.tree.lock(req, path[:valid])
         req.hit, req.computed = [n.page for n in path[:valid]], valid * self.size
-        if adder.shortage(req) > 0 or not self._fits_logically(req):
+        count = self._share(adder, req, budget)
+        two_cut = cut and count < len(req.tokens) - req.computed
+        if two_cut or adder.shortage(req) > 0 or not self._fits_logically(req):
             self.tree.lock(req, [])
             req.hit, req.computed = [], 0
             self.events["wait"] += 1
-            return False
+            return 0
         req.lost = [self._first_live(k, req) for k in range(len(self.levels))]
         adder._start(req)
         req.row, req.updated = list(req.hit), req.computed
         self.events["hit"] += valid > 0
         self.events["branch"] += valid < len(path)
-        return True
+        return count
 
     def _first_live(self, k: int, req: Request) -> int:
         """First window page that a hit brings along: its slack only as far as it is live."""
@@ -276,7 +331,7 @@ class Engine:
     def _ids(self, req: Request) -> np.ndarray:
         return np.array(self.contents.identities(req))
 
-    def _forward_extend(self, batch: list[tuple[Request, int]]) -> None:
+    def _allocate_extend(self, batch: list[tuple[Request, int]]) -> ExtendPlan:
         reqs, counts = zip(*batch, strict=True)
         slots = [s for req, count in batch for s in self._grow(req, count)]
         starts = [req.computed for req in reqs]
@@ -288,18 +343,45 @@ class Engine:
         )
         if self.setup.hostile:
             self.ledger.evict(self.ledger.capacity)
-        ids = [self._ids(req) for req in reqs]
-        fresh = np.concatenate([x[s : s + n] for x, s, n in zip(ids, starts, counts, strict=True)])
+        return plan
+
+    def _forward_extend(self, batch: list[tuple[Request, int]]) -> None:
+        plan = self._allocate_extend(batch)
+        ids = [self._ids(req) for req, _ in batch]
+        spans = [(req.computed, req.computed + count) for req, count in batch]
+        fresh = np.concatenate([x[a:b] for x, (a, b) in zip(ids, spans, strict=True)])
         for unit, k, row in self.contents.units:
-            for r, start in enumerate(starts):
-                past = plan.history[r][k]
-                wanted = visible_keys(self.levels[k], start, itself=False)
-                pages, positions = past.pages[row].numpy(), past.positions.numpy()
-                self.contents.check_read(unit, pages, positions, ids[r], wanted)
+            for r, (req, _) in enumerate(batch):
+                self._check_history(unit, k, row, req, plan.history[r][k])
             self.contents.write(unit, row, plan.writes[k], fresh)
+        for (req, count), chunk in zip(batch, plan.observed, strict=True):
+            freezing.check_observed(self.setup, req, chunk, req.computed, count)
+        self.allocator.after_forward(plan)
         for req, count in batch:
             req.computed += count
             req.updated = req.computed
+            if req.keep is not None and req.computed == req.prompt:
+                self._note_freeze(req)
+
+    def _check_history(self, unit: int, k: int, row: int, req: Request, past) -> None:
+        pages, positions = past.pages[row].numpy(), past.positions.numpy()
+        if self.levels[k].is_full and req.kept is not None:
+            assert past.frozen is req.raggedkv.freeze
+            pages = np.append(past.frozen.pages.ids[row].numpy(), pages)
+            positions = np.append(past.frozen.kept_positions[row].numpy(), positions)
+            freezing.check_frozen_read(self.contents, unit, req, pages, positions, req.computed)
+            return
+        assert past.frozen is None
+        wanted = visible_keys(self.levels[k], req.computed, itself=False)
+        self.contents.check_read(unit, pages, positions, self._ids(req), wanted)
+
+    def _note_freeze(self, req: Request) -> None:
+        rows = self.freezer.kept.pop(req.raggedkv.freeze)
+        (full,) = [level for level in self.levels if level.is_full]
+        req.kept = dict(zip(full.units, rows, strict=True))
+        self.events["frozen"] += 1
+        self.events["frozen again"] += len(req.tokens) > req.prompt
+        self.events["frozen on a hit"] += bool(req.hit)
 
     def _forward_decode(self, batch: list[Request]) -> None:
         crossing = [req for req in batch if req.computed % self.size == 0]
@@ -311,70 +393,23 @@ class Engine:
         assert plan.query_positions.tolist() == [req.computed for req in batch]
         ids = [self._ids(req) for req in batch]
         fresh = np.array([x[req.computed] for x, req in zip(ids, batch, strict=True)])
+        reads = [read.whole() for read in plan.reads]
         for unit, k, row in self.contents.units:
             self.contents.write(unit, row, plan.writes[k], fresh)
-            reads = plan.reads[k]
+            pages, positions = reads[k]
+            mine = positions if positions.dim() == 2 else positions[row]
             for r, req in enumerate(batch):
+                read = pages[row, r].numpy(), mine[r].numpy()
+                if self.levels[k].is_full and req.kept is not None:
+                    end = req.computed + 1
+                    freezing.check_frozen_read(self.contents, unit, req, *read, end)
+                    continue
                 wanted = visible_keys(self.levels[k], req.computed, itself=True)
-                pages, positions = reads.pages[row, r].numpy(), reads.positions[r].numpy()
-                self.contents.check_read(unit, pages, positions, ids[r], wanted)
+                self.contents.check_read(unit, *read, ids[r], wanted)
         for req in batch:
             req.computed += 1
         for req in crossing:
             req.updated = req.computed
-
-    # -- what must hold between any two steps --------------------------------------------------
-
-    def check(self) -> None:
-        """Compare all ownership, and all bytes that anybody may still read, with brute force."""
-        assert self.ledger.check_integrity() == []
-        alive = self.holders()
-        assert self.residents.running == {req.raggedkv for req in alive}
-        holds = np.zeros_like(self.ledger.hold)
-        for req in alive:
-            assert req.raggedkv.pages == req.row
-            for k in range(len(self.levels)):
-                holds[k, [req.row[i] for i in self._must_hold(k, req)]] += 1
-        assert np.array_equal(holds, self.ledger.hold), "holds differ from a recount"
-        pinned = ((holds > 0).sum(axis=1) * self.ledger.units).sum()
-        assert self.ledger.pinned == pinned, "pinned differs from a recount"
-        assert not self.ledger.live[:, self.allocator.free_pages.numpy()].any()
-        self._check_requests(alive)
-        self._check_tree()
-
-    def _must_hold(self, k: int, req: Request) -> list[int]:
-        """Page indices the request holds, by the design's formula."""
-        level, length = self.levels[k], req.updated
-        pages = window_pages(level, length, self.size)
-        assert len(pages) == held_pages(level, length, self.size)
-        return [i for i in pages if i >= req.lost[k] or i * self.size < level.sinks]
-
-    def _check_requests(self, alive: list[Request]) -> None:
-        """The next query of every request finds every token it will read."""
-        table = self.ledger.table.numpy()
-        bounds = {k: self.ledger.rows(k).start for k in range(len(self.levels))}
-        for req in alive:
-            ids, pages = self._ids(req), np.array(req.row, dtype=np.int64)
-            positions = np.arange(len(req.row) * self.size)
-            for unit, k, row in self.contents.units:
-                wanted = visible_keys(self.levels[k], req.computed, itself=False)
-                mapped = table[bounds[k] + row, pages]
-                self.contents.check_read(unit, mapped, positions, ids, wanted)
-
-    def _check_tree(self) -> None:
-        """A cached page that is live holds exactly the tokens of its path."""
-        nodes = list(self.tree.nodes())
-        if not nodes:
-            return
-        pages = np.array([n.page for n in nodes])
-        assert len(np.unique(pages)) == len(pages), "one logical page twice in the tree"
-        ids = np.array([n.ids for n in nodes])
-        table = self.ledger.table.numpy()
-        for unit, k, row in self.contents.units:
-            live = self.ledger.live[k, pages]
-            found = self.contents.slots[table[self.ledger.rows(k).start + row, pages[live]]]
-            wrong = (found != self.contents.mark(ids[live], unit)).any(axis=1)
-            assert not wrong.any(), f"unit {unit}: cached pages {pages[live][wrong]} are stale"
 
     def finish(self, batches: int | None) -> None:
         """End all requests, then empty the cache: nothing may be left.

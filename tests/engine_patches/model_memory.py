@@ -17,6 +17,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictResult
 
 from engine_patches.allocator import RaggedAllocator
+from engine_patches.budget import Budget
 from engine_patches.counters import Counters
 from engine_patches.ledger import PageLedger
 from engine_patches.plan import LevelWrite, Planner
@@ -34,7 +35,10 @@ class Setup:
     """One engine: policy, sizes and habits.
 
     Fields: ``ahead`` the share of a request's remaining output that admission reserves for it
-    (SGLang's new-token ratio); ``hostile`` evicts whatever it may between plan and forward.
+    (SGLang's new-token ratio); ``hostile`` evicts whatever it may between plan and forward;
+    ``freezes`` whether prompts are frozen, to ``budget`` unless a request says otherwise, by what
+    their last ``observe`` queries read; ``lag`` how many looks at the device it takes at most
+    until it has told what was kept.
     """
 
     levels: tuple[Level, ...]
@@ -45,6 +49,10 @@ class Setup:
     overlap: bool = False
     ahead: float = 0.3
     hostile: bool = False
+    freezes: bool = False
+    budget: Budget | None = None
+    observe: int = 16
+    lag: int = 0
 
 
 @dataclass(eq=False)
@@ -62,7 +70,11 @@ class Node:
 
 @dataclass(eq=False)
 class Request:
-    """A request: ``tokens`` prompt and output so far, ``computed`` how many of them are stored."""
+    """A request: ``tokens`` prompt and output so far, ``computed`` how many of them are stored.
+
+    ``keep`` is the budget its prompt is frozen to (None: never); ``kept`` what each frozen unit
+    has kept, None until then; ``observed`` and ``losses`` the positions that were observed so far.
+    """
 
     rid: int
     tokens: list[int]
@@ -80,11 +92,19 @@ class Request:
     raggedkv_branch: int = 0
     life: int = 0
     over: bool = False
+    custom: dict | None = None
+    keep: int | None = None
+    kept: dict[int, np.ndarray] | None = None
+    observed: list[int] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
 
     prefix_len = property(lambda self: len(self.hit))
     full_untruncated_fill_ids = property(lambda self: self.tokens)
+    origin_input_ids = property(lambda self: self.tokens[: self.prompt])
     output_ids = property(lambda self: self.tokens[self.prompt :])
-    sampling_params = property(lambda self: SimpleNamespace(max_new_tokens=self.max_new))
+    sampling_params = property(
+        lambda self: SimpleNamespace(max_new_tokens=self.max_new, custom_params=self.custom)
+    )
 
     def finished(self) -> bool:
         return self.over
@@ -131,11 +151,16 @@ class Contents:
         self, unit: int, pages: np.ndarray, positions: np.ndarray, ids: np.ndarray, wanted: Keys
     ) -> None:
         """Every wanted position is listed once, and its slot holds that very token."""
-        slots = np.flatnonzero(wanted.among[positions])
-        seen = positions[slots]
+        slots = np.arange(len(positions))
+        self.check_slots(unit, pages[slots // self.size], slots % self.size, positions, ids, wanted)
+
+    def check_slots(self, unit: int, pages, slots, positions, ids, wanted: Keys) -> None:
+        """As ``check_read``; ``pages`` and ``slots`` [n] of each of ``positions`` [n]."""
+        listed = np.flatnonzero(wanted.among[positions])
+        seen = positions[listed]
         assert np.array_equal(seen, wanted.positions), f"unit {unit} lists {seen}, needs {wanted}"
-        found = self.slots[pages[slots // self.size], slots % self.size]
-        wrong = found != self.mark(ids[seen], unit)
+        found = self.slots[pages[listed], slots[listed]]
+        wrong = found != self.mark(np.asarray(ids)[seen], unit)
         assert not wrong.any(), f"unit {unit} reads foreign or stale bytes at {seen[wrong]}"
 
 
@@ -247,7 +272,8 @@ class Tree:
 class Allocator(RaggedAllocator):
     """The real allocator over a pool that is only a ledger."""
 
-    def __init__(self, setup: Setup, tree: Tree, poison: Callable) -> None:
+    def __init__(self, setup: Setup, tree: Tree, poison: Callable, served) -> None:
+        self.served, self._considered = served, None
         self.size, self.page_size = setup.logical * setup.page_size, setup.page_size
         self.num_pages, self.device = setup.logical, "cpu"
         self.need_sort = self.debug_mode = False
@@ -258,6 +284,7 @@ class Allocator(RaggedAllocator):
         self.metrics = SimpleNamespace(publish=lambda **_: None)
         self.tree_cache = tree
         self.residents = Residents(self.ledger, setup.page_size, setup.cache, self.reclaim)
+        self.residents.freezes = setup.freezes
         self.planner = Planner(self.residents)
         self.clear()
 

@@ -104,11 +104,12 @@ class Pair:
         if not m.live(k, g) or m.live(k, h):
             return
         self.ledger.move(k, g, h)
+        queued = (k, g) in m.queue
         m.queue = [x for x in m.queue if x != (k, g)]
         m.hold[k, h], m.hold[k, g] = m.hold[k, g], 0
         for row in range(m.units(k)):
             m.owner[k, row, h] = m.owner.pop((k, row, g))
-        if not m.hold[k, h] and not LEVELS[k].is_full:
+        if not m.hold[k, h] and (queued or not LEVELS[k].is_full):
             m.retain(k, h)
 
     def acquire(self, k: int, g: int, h: int) -> None:
@@ -134,7 +135,7 @@ class Pair:
         assert loose == [x for x in wanted if not self.model.hold[k, x]]
 
     def retain(self, k: int, g: int, h: int) -> None:
-        if not self.model.live(k, g) or self.model.hold[k, g] or LEVELS[k].is_full:
+        if not self.model.live(k, g) or self.model.hold[k, g]:
             return
         self.ledger.retain(k, [g], fence=h % 2 == 0)
         if h % 2:

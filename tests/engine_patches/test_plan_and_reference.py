@@ -172,7 +172,8 @@ class OneLayer:
         for resident, new, length in grown:
             history.append(self.planner.history(resident))
             self.residents.extend(resident, new, length)
-        plan = self.planner.extend([r for r, _ in batch], starts, history)
+        tokens = [[0] * (length + 1) for _, length in batch]
+        plan = self.planner.extend([r for r, _ in batch], starts, history, tokens)
         out, begin = q.new_empty(*q.shape[:-1], V_DIM), 0
         for past, start, length in zip(plan.history, plan.starts, plan.lengths, strict=True):
             rows = slice(begin, begin + length)

@@ -200,6 +200,31 @@ ODD_CASES = {  # flags of our own, and models: arguments, and what the refusal m
         )
         for context in ("0", "-1", "8k", "512.5", "1_00")
     },
+    "budget_without_policy": (
+        ["--kv-budget-tokens", "64"],
+        "--kv-budget-tokens needs --kv-policy",
+    ),
+    "ratio_without_policy": (["--kv-budget-ratio", "0.5"], "--kv-budget-ratio needs --kv-policy"),
+    "budget_text": (
+        ["--kv-policy", POINTS, "--kv-budget-tokens", "8k"],
+        "--kv-budget-tokens: '8k' is not a number of tokens such as 32768",
+    ),
+    "ratio_text": (
+        ["--kv-policy", POINTS, "--kv-budget-ratio", "5%"],
+        "--kv-budget-ratio: '5%' is not a share such as 0.5",
+    ),
+    "two_budgets": (
+        ["--kv-policy", POINTS, "--kv-budget-tokens", "64", "--kv-budget-ratio", "0.5"],
+        "give --kv-budget-tokens or --kv-budget-ratio, not both",
+    ),
+    "budget_without_tables": (
+        ["--kv-policy", POINTS, "--kv-budget-tokens", "64"],
+        "has no retention tables, so a budget of 64 tokens cannot be served; drop",
+    ),
+    "ratio_of_native": (
+        ["--kv-policy", "native", "--kv-budget-ratio", "0.5"],
+        "policy native has no retention tables, so a budget of 0.5 of a prompt cannot be served",
+    ),
     "context_too_long": (
         ["--kv-policy", POINTS, "--kv-residency", "0.5", "--kv-residency-context", "513"],
         "--kv-residency-context: context must be 1 to 512 tokens (the model's longest), found 513",

@@ -35,9 +35,13 @@ ENGINE = {
     ("mem_cache.allocation.alloc_for_decode", AROUND),
     ("model_executor.forward_batch_info.ForwardBatch.init_new", AFTER),
     ("model_executor.model_runner.ModelRunner.forward", AROUND),
+    ("layers.logits_processor.LogitsProcessor.forward", AROUND),
     ("mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix", AROUND),
     ("mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", AROUND),
     ("mem_cache.common.release_kv_cache", AROUND),
+    ("managers.scheduler.Scheduler.init_req_max_new_tokens", AROUND),
+    ("sampling.sampling_params.SamplingParams.verify", AFTER),
+    ("managers.tokenizer_manager.TokenizerManager.update_request_meta_info", AROUND),
     ("models.utils.enable_fused_set_kv_buffer", AROUND),
     (
         "managers.scheduler_components.internal_state."

@@ -135,6 +135,20 @@ def test_a_malformed_budget_is_a_400_with_one_line(frozen: FrozenServer, custom)
         assert "kv_" in answer.text
 
 
+def test_the_openai_api_takes_a_budget_and_reports(frozen: FrozenServer):
+    if frozen.tokenizer.chat_template is None:
+        pytest.skip("a base model: no chat template")
+    words = [{"role": "user", "content": "Count the sheep, please. " * 30}]
+    custom = {"kv_budget_tokens": 48}
+    answer = frozen.server.chat(words, 8, custom_params=custom, return_meta_info=True)
+    report = answer["choices"][0]["meta_info"]["raggedkv"]
+    assert report["frozen"] and report["budget"] == 48
+    assert report["prompt_tokens"] == answer["usage"]["prompt_tokens"] > 150
+    kept = report["kept_tokens_per_layer"]
+    assert 1 <= kept["min"] <= kept["mean"] <= kept["max"] <= 48
+    assert "positions" not in report
+
+
 def test_nothing_is_pinned_or_lost_afterwards(frozen: FrozenServer):
     frozen.check_nothing_is_left()
     counters = frozen.state()["counters"]

@@ -37,9 +37,13 @@ def ragged(server_factory, model: Path, policy: str):
 
 
 @pytest.mark.parametrize(
-    ("model_name", "lossless"), [("smollm2", ("full",)), ("gemma3", ("full", "native"))]
+    ("model_name", "lossless"),
+    [
+        ("smollm2", ("full",)),
+        pytest.param("gemma3", ("full", "native"), marks=pytest.mark.slow),  # three servers
+    ],
 )
-def test_lossless_losslessanswer_as_stock_does(
+def test_lossless_policies_answer_as_stock_does(
     request, server_factory, tokenizer, model_name, lossless
 ):
     model = request.getfixturevalue(model_name)
@@ -55,6 +59,7 @@ def test_lossless_losslessanswer_as_stock_does(
             assert np.abs(np.subtract(got.logprobs, want.logprobs)).max() <= ATOL, policy
 
 
+@pytest.mark.slow
 def test_native_policy_holds_local_layers_by_their_window(server_factory, gemma3, tokenizer):
     """Gemma's 15 local layers stop growing; a cold run's peak is the formula's."""
     server = ragged(server_factory, gemma3, "native")

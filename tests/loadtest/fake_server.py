@@ -30,6 +30,7 @@ class Handler(BaseHTTPRequestHandler):
         load = {"num_running_reqs": len(running), "num_waiting_reqs": 0}
         load["num_used_tokens"] = TOKENS_EACH * len(running)
         state = {"pages": {"peak_pinned": PEAK_PAGES}, "page_bytes": PAGE_BYTES}
+        state["counters"] = {"freezes": 5, "freeze_prompt_tokens": 20, "freeze_kept_tokens": 5}
         answers = {
             "/health": "",
             "/v1/loads": json.dumps({"loads": [load]}),

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from loadtest import demo, demo_report, servers
 from loadtest.__main__ import main
 from loadtest.demo_measure import Agreement, Checked, Measured, agreement, check, measure, sample
-from loadtest.demo_workload import Contender, make_workload, ragged, stock
+from loadtest.demo_workload import FREEZE_POLICY, Contender, make_workload, ragged, stock
 from loadtest.errors import UserError
 from loadtest.reference import Comparison
 from loadtest.servers import TextCompletion
@@ -111,12 +111,12 @@ def pretend(model, monkeypatch, tmp_path):
     """``pretend(mode, ...)`` measures a fake server; afterwards no child process may be left."""
     work = make_workload(str(model), "1MB", 5, 4, 3, 0)
 
-    def run(mode: str, policy_id: str | None = None, progress=lambda *_: None):
+    def run(mode: str, policy_id: str | None = None, progress=lambda *_: None, budget=None):
         command = lambda model_dir, port, *_: [  # noqa: E731
             sys.executable, fake_server.__file__, str(port), mode
         ]  # fmt: skip
         monkeypatch.setattr(servers, "_command", command)
-        contender = Contender("it", policy_id, (), None, 1, 2)
+        contender = Contender("it", policy_id, (), None, 1, 2, budget)
         prompts = [[i, i + 1, i + 2, i + 3] for i in range(5)]
         return measure(contender, work, prompts, tmp_path / "it.log", progress)
 
@@ -137,8 +137,12 @@ def test_stock_is_measured_by_what_its_load_says(pretend):
 
 def test_ragged_is_measured_by_its_own_peak(pretend):
     measured, _ = pretend("answer", policy_id="p@1")
-    assert measured.peak_pages == fake_server.PEAK_PAGES
+    assert measured.peak_pages == fake_server.PEAK_PAGES and measured.kept_share is None
     assert measured.peak_bytes == fake_server.PEAK_PAGES * fake_server.PAGE_BYTES
+
+
+def test_a_frozen_run_says_what_its_prompts_kept(pretend):
+    assert pretend("answer", policy_id="p@1", budget=1)[0].kept_share == 0.25
 
 
 def test_a_server_that_refuses_is_quoted(pretend, tmp_path):
@@ -212,17 +216,21 @@ def test_agreement_counts_tokens_before_the_first_other_one():
 # -- what it prints and writes ---------------------------------------------------------------------
 
 
-def result(equal: int = 4, same: int = 3, windows: int = 1) -> demo_report.Result:
-    def row(name: str, policy_id, running: int, held: int, equal: int, same: int):
+def result(
+    equal: int = 4, same: int = 3, windows: int = 1, frozen: bool = False
+) -> demo_report.Result:
+    def row(name: str, policy_id, running: int, held: int, equal: int, same: int, kept=None):
         measured = Measured(
-            name, policy_id, windows, running, running, 0, 39_960, held * running, held,
-            123.4, 6.21, 30.0, ["python"], "log",
+            name, policy_id, windows, 16 if kept else running, running, 0, 39_960, held * running,
+            held, 123.4, 6.21, 30.0, ["python"], "log", kept,
         )  # fmt: skip
-        checked = Checked(4, equal, 256, 64 * equal, 2e-5)
+        checked = Checked(0 if kept else 4, equal, 256, 64 * equal, None if kept else 2e-5)
         return demo_report.Row(measured, checked, Agreement(12, same, 768, 64 * same))
 
     rows = [row("stock SGLang", None, 4, 81_838_080, 4, 12)]
     rows.append(row("RaggedKV", "uniform-512-s4@d6b887f86103", 12, 25_804_800, equal, same))
+    if frozen:
+        rows.append(row("RaggedKV frozen", "head-uniform@1", 12, 15_482_880, 0, 0, kept=0.15))
     return demo_report.Result("/models/a model", 330_000_000, 12, 1700, 64, 16, rows)
 
 
@@ -242,6 +250,48 @@ def test_the_report_is_whole_at_its_widths(width):
     assert "RaggedKV ran 12 requests at once where stock SGLang ran 4 (3.0x)" in words
     assert "25% of the output tokens come before the first one that differs" in words
     assert "windows do change what the model says" in words
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_frozen_run_is_shown_as_what_it_is(width):
+    text = shown(result(frozen=True), width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    assert "12 ran at once of 16 that fit" in words and "Only 12 were sent" in words
+    assert "decodes from 15% of it, 19% of a dense request's bytes" in words
+    assert "This is lossy: 0% of the output tokens" in words
+    assert "does not" in words and "apply" in words and "NOT every answer" not in words
+    assert "lossy" not in shown(result(), width)
+
+
+@pytest.mark.parametrize(
+    ("flags", "freezes"),
+    [([], True), (["--freeze", "none"], False), (["--freeze", FREEZE_POLICY], True)],
+)
+def test_the_default_model_is_also_served_frozen(flags, freezes, tmp_path, monkeypatch, smollm2):
+    seen: list[Contender] = []
+    monkeypatch.setattr(demo._Demo, "compare", lambda _, c, __: seen.extend(c) or result())
+    assert main(["demo", "--out", str(tmp_path / "out"), *flags]) == 0
+    assert [c.name for c in seen[:2]] == ["stock SGLang", "RaggedKV"]
+    assert [(c.name, c.budget) for c in seen[2:]] == [("RaggedKV frozen", 256)] * freezes
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--freeze", "full"], "--freeze: policy full has no retention tables"),
+        (
+            ["--freeze", FREEZE_POLICY],
+            f"--freeze: policy '{FREEZE_POLICY}' exists only for other models",
+        ),
+        (["--freeze", "full", "--budget-tokens", "1700"], "give 1 to 1699"),
+    ],
+)
+def test_a_policy_that_cannot_freeze_is_refused(model, flags, says, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "_Demo", None)
+    given = ["--model", str(model), "--policy", "full", "--kv-bytes", "20MB", *flags]
+    assert main(["demo", *given]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_the_report_owns_up_to_an_answer_that_is_not_its_references():

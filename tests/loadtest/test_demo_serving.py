@@ -30,12 +30,20 @@ def test_more_requests_run_at_once_and_every_answer_is_its_references(smollm2, t
     make += ["--window", "128", "--sinks", "4", "--out", str(policy)]
     subprocess.run(make, cwd=ROOT, check=True)
     (manifest,) = policy.rglob("manifest.json")
-    flags = ("--kv-bytes", "70MB", "--policy", str(manifest.parent), *SIZES)
+    flags = (
+        "--kv-bytes",
+        "70MB",
+        "--policy",
+        str(manifest.parent),
+        "--budget-tokens",
+        "64",
+        *SIZES,
+    )
     process = demo(tmp_path / "out", *flags)
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert "requests at once where stock SGLang ran 2" in " ".join(stdout.split())
-    stock, ragged = json.loads((tmp_path / "out" / "demo.json").read_text())["rows"]
+    stock, ragged, frozen = json.loads((tmp_path / "out" / "demo.json").read_text())["rows"]
     assert (stock["measured"]["predicted"], stock["measured"]["peak_running"]) == (2, 2)
     assert ragged["measured"]["peak_running"] == 6 <= ragged["measured"]["predicted"]
     for row in (stock, ragged):
@@ -43,6 +51,9 @@ def test_more_requests_run_at_once_and_every_answer_is_its_references(smollm2, t
         assert row["measured"]["retractions"] == 0
         assert 0 < row["measured"]["peak_bytes"] <= 70_000_000
     assert stock["beside_stock"]["same"] == 6
+    measured = frozen["measured"]
+    assert measured["kept_share"] == pytest.approx(64 / 700, abs=0.01)
+    assert measured["peak_running"] == 6 <= measured["predicted"] and measured["retractions"] == 0
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_known_version_is_stable(geometry, tmp_path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.parts[-4])
 def test_shipped_policies_are_what_they_were(path, tmp_path):
     shipped = load_artifact(path.parent)
-    assert shipped.manifest.version == path.parent.name and shipped.retention is None
+    assert shipped.manifest.version == path.parent.name
     manifest = shipped.manifest
     again = write_artifact(
         tmp_path, model_name=manifest.model.name, name=manifest.name,
@@ -113,6 +113,7 @@ def test_shipped_policies_are_what_they_were(path, tmp_path):
         weight_hashes=manifest.model.weight_hashes,
         extra_files={f: (path.parent / f).read_bytes()
                      for f in manifest.files if f != "policy.safetensors"},
+        retention=shipped.retention,
     )  # fmt: skip
     assert again.name == path.parent.name
     before, after = (json.loads((f / "manifest.json").read_text()) for f in (path.parent, again))
