@@ -108,10 +108,24 @@ crowds = st.tuples(
     st.sampled_from([1, 9]),
     st.sampled_from([25, 45]),
 )
+retractions = st.tuples(st.just("retract"), st.integers(1, 7))
 losses = st.tuples(st.just("lose_forward"), st.sampled_from([8, 48, 130]))
 programs = st.lists(
-    st.one_of(asks, asks, twins, crowds, steps, steps, losses), min_size=8, max_size=20
+    st.one_of(asks, asks, twins, crowds, steps, steps, losses, retractions), min_size=8, max_size=20
 )
+
+
+def retract_all(engine: Engine, batches: int) -> None:
+    """After some batches every running request goes back to the queue, as a test of SGLang does."""
+    for _ in range(batches):
+        engine.step(64)
+        engine.check()
+    for req in list(engine.running):
+        engine.release(req, req.computed, checkpoint=False)
+        engine.events["forced"] += 1
+        if len(req.output_ids) < req.max_new:
+            engine.waiting.insert(0, req)
+        engine.check()
 
 
 def step(engine: Engine, name: str, *args) -> None:
@@ -120,6 +134,8 @@ def step(engine: Engine, name: str, *args) -> None:
         length, answer, *customs = args
         for custom in customs:
             engine.ask(0, 0, length, 2, answer, custom)
+    elif name == "retract":
+        retract_all(engine, *args)
     else:
         do(engine, name, *args)
     full = len(engine.levels) - 1
@@ -155,7 +171,7 @@ def run_programs(cached: bool, start: int) -> Counter[str]:
     return tally
 
 
-HAPPENED = ("frozen", "lost", "wait", "retract", "abort", "finish", "done")
+HAPPENED = ("frozen", "frozen again", "lost", "wait", "forced", "abort", "finish", "done")
 
 
 @pytest.mark.parametrize("start", range(2))
@@ -164,7 +180,6 @@ def test_programs_with_the_prefix_cache(start):
     assert tally["programs"] >= PROGRAMS
     for happened in (*HAPPENED, "hit", "branch", "dedup", "prompt evicted", "frozen on a hit"):
         assert tally[happened] >= 10, tally
-    assert tally["frozen again"], tally
 
 
 def test_programs_without_the_prefix_cache():
@@ -172,4 +187,4 @@ def test_programs_without_the_prefix_cache():
     assert tally["programs"] >= PROGRAMS
     for happened in HAPPENED:
         assert tally[happened] >= 10, tally
-    assert tally["frozen again"] and not tally["hit"], tally
+    assert not tally["hit"], tally
