@@ -7,6 +7,7 @@ except the page the next token goes into.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +15,27 @@ import torch
 
 from engine_patches.freeze import Freeze
 from engine_patches.ledger import PageLedger
-from kvpolicy.residency import ceil_div, held_pages
+from kvpolicy.residency import ceil_div, held_pages, peak_length
 from kvpolicy.windows import Level
 
 if TYPE_CHECKING:
     from engine_patches.residents import Resident, Residents
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A request at ``length`` tokens; ``tail`` pages of it are left on a frozen level, None while
+    the level holds everything; ``shares`` whether the prompt's pages, others' too, are in use."""
+
+    length: int
+    tail: int | None
+    shares: bool
+
+    def held(self, level: Level, page_size: int) -> int:
+        """Logical pages a unit of ``level`` holds."""
+        if self.tail is not None and level.is_full:
+            return self.tail
+        return held_pages(level, self.length, page_size)
 
 
 def full_level(ledger: PageLedger) -> int | None:
@@ -31,12 +48,17 @@ def tail_page(freeze: Freeze, page_size: int) -> int:
     return freeze.prompt // page_size
 
 
-def peak_held(level: Level, length: int, page_size: int, freeze: Freeze | None) -> int:
-    """Most logical pages a unit of ``level`` holds from now until ``length`` tokens."""
-    if freeze is None or not level.is_full:
-        return held_pages(level, length, page_size)
-    tail = max(0, ceil_div(length, page_size) - tail_page(freeze, page_size))
-    return tail if freeze.done else max(tail, ceil_div(freeze.prompt, page_size))
+def stages(freeze: Freeze | None, target: int, page_size: int) -> list[Stage]:
+    """The moments at which a request that grows to ``target`` tokens may hold most."""
+    top = peak_length(target, page_size)
+    if freeze is None:
+        return [Stage(top, None, True)]
+    tail = max(0, ceil_div(top, page_size) - tail_page(freeze, page_size))
+    after = Stage(max(top, freeze.prompt), tail, False)
+    if freeze.done:
+        return [after]
+    prompt = Stage(peak_length(freeze.prompt, page_size), None, True)
+    return [prompt, after]
 
 
 def compact_ahead(residents: Residents, freeze: Freeze | None) -> int:

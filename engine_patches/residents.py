@@ -17,7 +17,7 @@ from engine_patches import freezing
 from engine_patches.freeze import Freeze
 from engine_patches.ledger import OutOfPages, PageLedger
 from engine_patches.prefix import first_read_page, sink_pages
-from kvpolicy.residency import first_window_page, peak_length
+from kvpolicy.residency import first_window_page
 from kvpolicy.windows import Level
 
 
@@ -258,17 +258,25 @@ class Residents:
         Pages shared with other requests stay with them when a window slides on, so only pages
         that this request alone holds count as reusable.
         """
-        total = freezing.compact_ahead(self, resident.freeze)
-        top = peak_length(max(target, resident.length), self.page_size)
+        target = max(target, resident.length)
+        needs = [
+            self._beyond(resident, stage)
+            for stage in freezing.stages(resident.freeze, target, self.page_size)
+        ]
+        return freezing.compact_ahead(self, resident.freeze) + max(0, *needs)
+
+    def _beyond(self, resident: Resident, stage: freezing.Stage) -> int:
+        """Pages that ``stage`` takes beyond what the request pins and keeps or lets go for it."""
+        total = 0
         for k, level in enumerate(self.levels):
-            peak = freezing.peak_held(level, top, self.page_size, resident.freeze)
             mine = self.held(resident, k)
+            reusable = len(mine)
+            if not (level.is_full and stage.shares):
+                reusable = int((self.ledger.hold[k, self.ids(resident, mine)] == 1).sum())
+            need = stage.held(level, self.page_size) - reusable
             if not level.is_full:
-                holds = self.ledger.hold[k, self.ids(resident, mine)]
-                reusable = int((holds == 1).sum())
-            else:
-                reusable = len(mine)
-            total += int(self.ledger.units[k]) * max(0, peak - reusable)
+                need = max(0, need)
+            total += int(self.ledger.units[k]) * need
         return total
 
     def exclusive_pages(self, resident: Resident) -> int:
@@ -281,14 +289,18 @@ class Residents:
 
     def prefix_cost(self, pages: Sequence[int], target: int, freeze: Freeze | None = None) -> int:
         """Pages a new request with this valid hit would pin by the time it reaches ``target``."""
-        total = freezing.compact_ahead(self, freeze)
-        length = len(pages) * self.page_size
-        top = peak_length(max(target, length), self.page_size)
+        target = max(target, len(pages) * self.page_size)
+        stages = freezing.stages(freeze, target, self.page_size)
+        cost = max(self._cost(pages, stage) for stage in stages)
+        return freezing.compact_ahead(self, freeze) + cost
+
+    def _cost(self, pages: Sequence[int], stage: freezing.Stage) -> int:
+        total = 0
         for k, level in enumerate(self.levels):
-            peak = freezing.peak_held(level, top, self.page_size, freeze)
-            if level.is_full and len(pages):
-                peak -= int((self.ledger.hold[k, np.asarray(pages)] > 0).sum())
-            total += int(self.ledger.units[k]) * peak
+            held = stage.held(level, self.page_size)
+            if level.is_full and stage.shares and len(pages):
+                held -= int((self.ledger.hold[k, np.asarray(pages)] > 0).sum())
+            total += int(self.ledger.units[k]) * held
         return total
 
     def decode_demand(self, residents: Iterable[Resident]) -> int:

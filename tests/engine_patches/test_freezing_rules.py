@@ -58,6 +58,15 @@ def test_a_cached_prompt_is_evicted_from_its_end():
         engine.check()
 
 
+def test_so_is_the_prompt_of_a_request_that_kept_everything():
+    engine = engine_of()
+    req = start(engine, 42, 9, OFF)
+    path = [node.page for node in req.lock]
+    engine.abort(0, checkpoint=True)
+    engine.ledger.evict(4)
+    assert engine.ledger.live[0, path].tolist() == [True] * 6 + [False] * 4
+
+
 def test_a_shorter_hit_is_left_when_a_frozen_prompts_end_was_evicted():
     engine = engine_of()
     req = start(engine, 42, 9, tokens(8))
@@ -208,6 +217,28 @@ def test_a_request_alone_comes_to_pin_what_was_reserved_and_never_more(
         assert max(p for p, _ in seen[i:]) <= pinned + ahead <= reserved
     if req.keep is not None and levels is ONE and answer < prompt // size * size:
         assert ledger.peak_pinned == reserved  # its prompt and its compact pages together
+
+
+@pytest.mark.parametrize("levels", [ONE, MIXED])
+def test_compact_pages_are_reserved_until_they_are_taken(levels):
+    """Also in the moment between the last chunk's allocation and its forward."""
+    engine = engine_of(levels, cache=False)
+    residents, freeze = engine.residents, Freeze(42, 9, 5, True)
+    full = len(levels[-1].units)
+    cost = residents.prefix_cost([], 50, freeze)
+    resident = residents.admit([], freeze=freeze)
+    for length, ahead in ((20, 3 * full), (42, 0)):
+        new = list(range(len(resident.pages) + 1, -(-length // 4) + 1))
+        assert freezing.compact_pages(residents, resident, length) == (length == 42) * 3 * full
+        residents.prepare([(resident, len(new), length)])
+        residents.extend(resident, new, length)
+        assert freezing.compact_ahead(residents, freeze) == ahead
+        assert residents.ledger.pinned + residents.future_pages(resident, 50) == cost
+    freezing.settle(residents, resident)
+    tail = residents.future_pages(resident, 50)
+    assert freezing.compact_ahead(residents, freeze) == 0
+    residents.release(resident)
+    assert freezing.compact_ahead(residents, freeze) == 0 and 0 < tail < cost
 
 
 def pins_after(first: dict, second: dict, answer: int) -> tuple[int, int]:

@@ -286,6 +286,19 @@ def test_the_least_recently_used_window_goes_first(ledger):
     assert ledger.live[0, [1, 2, 3]].tolist() == [True, False, True]
 
 
+def test_a_moved_page_keeps_its_holds_and_its_place_among_the_cached(ledger):
+    ledger.bind(2, [1, 2, 3])
+    pages = [pages_of(ledger, 2, g) for g in (1, 2, 3)]
+    ledger.acquire(2, [1])
+    ledger.retain(2, [2])
+    for old, new in ((1, 4), (2, 5), (3, 6)):  # held, cached, neither
+        ledger.move(2, old, new)
+    assert [pages_of(ledger, 2, g) for g in (4, 5, 6)] == pages
+    assert ledger.hold[2, [1, 2, 3, 4, 5, 6]].tolist() == [0, 0, 0, 1, 0, 0]
+    assert (ledger.pinned, ledger.evictable, ledger.check_integrity()) == (3, 3, [])
+    assert ledger.evict(99) == 3 and ledger.live[2, [4, 5, 6]].tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [

@@ -140,7 +140,7 @@ def test_attention_equals_the_definition_written_as_loops(native):
     query = torch.randn(4, 40, 8, generator=generator) * 3
     key, value = torch.randn(2, 2, 40, 8, generator=generator)
     rule = KeyRule(torch.tensor([5, 11])[:, None, None], sinks=3)
-    module = SimpleNamespace(head_dim=8, key_rule=rule)
+    module = SimpleNamespace(head_dim=8, key_rule=rule, observer=None)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None, :]
     mask = (distance >= 0) & (distance < (native or 40))
     expected = attend_by_loops(query, key, value, [5, 11], 3, native, softcap=2.0)
