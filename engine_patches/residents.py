@@ -299,9 +299,21 @@ class Residents:
         for k, level in enumerate(self.levels):
             held = stage.held(level, self.page_size)
             if level.is_full and stage.shares and len(pages):
-                held -= int((self.ledger.hold[k, np.asarray(pages)] > 0).sum())
+                held -= int((self._lasting_holds(k)[np.asarray(pages)] > 0).sum())
             total += int(self.ledger.units[k]) * held
         return total
+
+    def _lasting_holds(self, k: int) -> np.ndarray:
+        """Holds on level ``k`` without those of requests that count on letting go at their freeze.
+
+        Whoever shares such a page keeps it pinned, so it has to pay for it.
+        """
+        holds = self.ledger.hold[k]
+        for resident in self.running:
+            if resident.freeze is not None and not resident.freeze.done:
+                holds = holds.copy()
+                np.subtract.at(holds, self.ids(resident, self.held(resident, k)), 1)
+        return holds
 
     def decode_demand(self, residents: Iterable[Resident]) -> int:
         """Pages that one more token for each request takes, net of what it lets go."""

@@ -269,6 +269,23 @@ def test_pages_shared_with_another_request_do_not_serve_the_answer(first, second
     assert pinned <= promised
 
 
+@pytest.mark.parametrize("capacity", [56, 58, 60, 61])
+def test_pages_of_a_prompt_that_is_about_to_freeze_are_not_counted_twice(capacity):
+    """It counts on them for its answer, so whoever hits them meanwhile must pay for them."""
+    engine = engine_of(capacity=capacity, observe=1)
+    req = start(engine, 40, 100, tokens(4))
+    for _ in range(98):
+        engine.decode()
+    engine.release(req, req.computed, checkpoint=False)  # a retraction
+    engine.waiting.append(req)
+    engine.tree.evict(SimpleNamespace(num_tokens=999))
+    assert engine.prefill(20) and req.computed == 20
+    engine.ask(0, 0, 140, 1, 2, OFF)
+    while engine.step(999):
+        engine.check()
+    assert engine.events["done"] == 2 and not engine.events["retract"]
+
+
 @pytest.mark.parametrize("capacity", [52, 56, 60, 61])
 def test_an_admitted_request_never_runs_out_of_pages(capacity):
     """Also when it was retracted and its output comes back as prefill."""
