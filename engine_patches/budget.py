@@ -30,7 +30,8 @@ class Budget(msgspec.Struct, frozen=True):
         """Tokens kept of a prompt of ``prompt`` tokens, at least 1."""
         if self.tokens is not None:
             return self.tokens
-        return max(1, math.ceil((self.ratio or 0.0) * prompt))
+        # a share such as .07 of 100 is a hair above 7 in binary
+        return max(1, math.ceil(round((self.ratio or 0.0) * prompt, 6)))
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens" if self.tokens is not None else f"{self.ratio:g} of a prompt"

@@ -133,7 +133,7 @@ def _request(args: argparse.Namespace) -> serving.ServeRequest:
 
 def _budget(args: argparse.Namespace) -> Budget | None:
     tokens = _parsed(args, "kv_budget_tokens", _tokens)
-    ratio = _parsed(args, "kv_budget_ratio", _share)
+    ratio = _parsed(args, "kv_budget_ratio", _prompt_share)
     if tokens is not None and ratio is not None:
         raise Refusal("give --kv-budget-tokens or --kv-budget-ratio, not both")
     return None if tokens is None and ratio is None else Budget(tokens, ratio)
@@ -165,11 +165,21 @@ def _parsed(args: argparse.Namespace, option: str, parse: Callable[[str], Any]) 
 
 
 def _share(text: str) -> float:
+    return check_budget(_number(text))
+
+
+def _prompt_share(text: str) -> float:
+    share = _number(text)
+    if not 0 < share <= 1:
+        raise PolicyError(f"{text!r} is not a share of the prompt, above 0 up to 1")
+    return share
+
+
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
         raise PolicyError(f"{text!r} is not a share such as 0.5") from None
-    return check_budget(value)
 
 
 def _tokens(text: str) -> int:

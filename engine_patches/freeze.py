@@ -108,6 +108,7 @@ class FreezeReport:
         self.layers: np.ndarray | None = None
         self.bins: tuple[torch.Tensor, torch.Tensor] | None = None
         self.risks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.lists_positions = False
         self.positions: torch.Tensor | None = None
 
     def copy(self) -> dict[str, Any]:
@@ -158,8 +159,7 @@ class Freezer:
         if wish.budget is None or wish.budget.of(prompt) >= prompt:
             return None
         report = FreezeReport(prompt, wish.budget.of(prompt))
-        if wish.positions:
-            report.positions = torch.empty(0)
+        report.lists_positions = wish.positions
         window = min(self.rule.observe, prompt)
         measures_loss = self.rule.gate == "table"
         return Freeze(prompt, report.budget, window, measures_loss, report=report)
@@ -225,7 +225,7 @@ class Freezer:
         if freeze.measures_loss:
             report.bins = (found.entropy_bin, found.perplexity_bin)
             report.risks = (found.entropy, found.perplexity)
-        if report.positions is not None:
+        if report.lists_positions:
             report.positions = kept
         freeze.finish(found.kept.counts)
 

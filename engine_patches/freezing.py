@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Stage:
     """A request at ``length`` tokens; ``tail`` pages of it are left on a frozen level, None while
-    the level holds everything; ``shares`` whether the prompt's pages, others' too, are in use."""
+    the level holds everything (and may share the prompt's pages with others)."""
 
     length: int
     tail: int | None
-    shares: bool
 
     def held(self, level: Level, page_size: int) -> int:
         """Logical pages a unit of ``level`` holds."""
@@ -52,12 +51,12 @@ def stages(freeze: Freeze | None, target: int, page_size: int) -> list[Stage]:
     """The moments at which a request that grows to ``target`` tokens may hold most."""
     top = peak_length(target, page_size)
     if freeze is None:
-        return [Stage(top, None, True)]
+        return [Stage(top, None)]
     tail = max(0, ceil_div(top, page_size) - tail_page(freeze, page_size))
-    after = Stage(max(top, freeze.prompt), tail, False)
+    after = Stage(max(top, freeze.prompt), tail)
     if freeze.done:
         return [after]
-    prompt = Stage(peak_length(freeze.prompt, page_size), None, True)
+    prompt = Stage(peak_length(freeze.prompt, page_size), None)
     return [prompt, after]
 
 

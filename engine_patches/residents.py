@@ -271,7 +271,7 @@ class Residents:
         for k, level in enumerate(self.levels):
             mine = self.held(resident, k)
             reusable = len(mine)
-            if not (level.is_full and stage.shares):
+            if not level.is_full or stage.tail is not None:
                 reusable = int((self.ledger.hold[k, self.ids(resident, mine)] == 1).sum())
             need = stage.held(level, self.page_size) - reusable
             if not level.is_full:
@@ -298,7 +298,7 @@ class Residents:
         total = 0
         for k, level in enumerate(self.levels):
             held = stage.held(level, self.page_size)
-            if level.is_full and stage.shares and len(pages):
+            if level.is_full and stage.tail is None and len(pages):
                 held -= int((self._lasting_holds(k)[np.asarray(pages)] > 0).sum())
             total += int(self.ledger.units[k]) * held
         return total
@@ -308,11 +308,10 @@ class Residents:
 
         Whoever shares such a page keeps it pinned, so it has to pay for it.
         """
-        holds = self.ledger.hold[k]
+        holds = self.ledger.hold[k].copy()
         for resident in self.running:
             if resident.freeze is not None and not resident.freeze.done:
-                holds = holds.copy()
-                np.subtract.at(holds, self.ids(resident, self.held(resident, k)), 1)
+                holds[self.ids(resident, self.held(resident, k))] -= 1
         return holds
 
     def decode_demand(self, residents: Iterable[Resident]) -> int:

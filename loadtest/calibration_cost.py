@@ -27,7 +27,7 @@ from kvpolicy.geometry import read_geometry
 from kvpolicy.render import make_console
 from loadtest.demo_workload import model_folder
 from loadtest.errors import UserError
-from loadtest.result_files import write_json
+from loadtest.result_files import write_json, write_png
 
 RESULT_FILE = "calibration-cost.json"
 PLOT_FILE = "calibration-cost.png"
@@ -218,7 +218,7 @@ def plot(result: Result, path: Path) -> None:
     axes[0].set_ylim(bottom=0)
     figure.suptitle(f"SeqCalib on {result.model}: what it grows with", fontsize=12)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_png(path, figure, dpi=120)
     pyplot.close(figure)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import matplotlib
@@ -10,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvpolicy.render import human_bytes
-from loadtest.errors import UserError
 from loadtest.freeze_report import ratio_text
 from loadtest.freeze_results import Result, Side
+from loadtest.result_files import write_png
 
 PLOT_FILE = "freeze.png"
 SIZE_INCHES = (11.0, 4.6)
@@ -24,16 +23,8 @@ LABELS = ("stock\nSGLang", "RaggedKV\nunfrozen", "RaggedKV\nfrozen")
 
 def write_plot(result: Result, folder: Path) -> Path:
     """Write ``folder/freeze.png`` by one rename. Raises UserError if it cannot be written."""
-    path = folder / PLOT_FILE
-    temporary = folder / f".{PLOT_FILE}.{os.getpid()}"
-    try:
-        with matplotlib.rc_context({"font.size": 11}):
-            draw(result).savefig(temporary, format="png", dpi=DPI)
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
-    return path
+    with matplotlib.rc_context({"font.size": 11}):
+        return write_png(folder / PLOT_FILE, draw(result), DPI)
 
 
 def draw(result: Result) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from loadtest.errors import UserError
 from loadtest.quality_contenders import Kind
 from loadtest.quality_report import find, mean
 from loadtest.quality_results import Result, Row
+from loadtest.result_files import write_png
 
 PLOT_FILE = "quality.png"
 LINEAR_NATS = 0.02  # within it the NLL axis is linear, beyond it logarithmic
@@ -33,16 +32,8 @@ STYLE = {
 
 def write_plot(result: Result, folder: Path) -> Path:
     """Write ``folder/quality.png`` by one rename. Raises UserError if it cannot be written."""
-    path = folder / PLOT_FILE
-    temporary = folder / f".{PLOT_FILE}.{os.getpid()}"
-    try:
-        with matplotlib.rc_context({"font.size": 13}):
-            draw(result).savefig(temporary, format="png", dpi=DPI)
-        temporary.rename(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
-    return path
+    with matplotlib.rc_context({"font.size": 13}):
+        return write_png(folder / PLOT_FILE, draw(result), DPI)
 
 
 def draw(result: Result) -> Figure:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from loadtest.errors import UserError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def write_json(path: Path, record: msgspec.Struct) -> Path:
-    """Write ``record`` to ``path`` as JSON by one rename, and return the path.
+    """``write_bytes`` of ``record`` as JSON."""
+    return write_bytes(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+
+
+def write_png(path: Path, figure: Figure, dpi: int) -> Path:
+    """``write_bytes`` of a matplotlib figure."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=dpi)
+    return write_bytes(path, image.getvalue())
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
+    """Write ``content`` to ``path`` by one rename, and return the path.
 
     Raises UserError if it cannot be written; nothing is left behind then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

@@ -104,6 +104,7 @@ def test_a_server_that_cannot_freeze_says_so(key):
         (Budget(tokens=7), 700, 7),
         (Budget(ratio=0.25), 100, 25),
         (Budget(ratio=0.25), 101, 26),
+        (Budget(ratio=0.07), 100, 7),
         (Budget(ratio=0.001), 9, 1),
         (Budget(ratio=1.0), 9, 9),
     ],

@@ -320,7 +320,7 @@ def test_only_a_prompt_beyond_its_budget_is_planned_to_freeze(wish, budget, gate
         return
     assert (freeze.prompt, freeze.budget, freeze.window) == (40, budget, min(observe, 40))
     assert freeze.measures_loss == (gate == "table")
-    assert (freeze.report.positions is not None) == wish.positions
+    assert freeze.report.lists_positions == wish.positions
     assert freeze.report.budget == budget and not freeze.done
 
 
