@@ -6,8 +6,10 @@ import argparse
 import sys
 from typing import NoReturn
 
+from calib_cluster.compile_options import add_compile, add_fit
 from calib_cluster.corpora.cli import add_corpus_commands
 from calib_cluster.errors import CalibrationError
+from calib_cluster.judge.options import add_judge
 from calib_cluster.options import add_seqcalib
 
 EXIT_BAD_INPUT = 2
@@ -40,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m calib_cluster", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     add_seqcalib(commands).set_defaults(command=_seqcalib)
+    add_compile(commands).set_defaults(command=_compile)
+    add_fit(commands).set_defaults(command=_fit)
+    add_judge(commands)
     add_corpus_commands(commands, _Parser)
     return parser
 
@@ -48,6 +53,18 @@ def _seqcalib(args: argparse.Namespace) -> None:
     from calib_cluster.command import run_seqcalib  # imports Ray and torch
 
     run_seqcalib(args)
+
+
+def _compile(args: argparse.Namespace) -> None:
+    from calib_cluster.compile_command import run_compile
+
+    run_compile(args)
+
+
+def _fit(args: argparse.Namespace) -> None:
+    from calib_cluster.compile_command import run_fit
+
+    run_fit(args)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from calib_cluster.errors import CalibrationError
-from calib_cluster.worker import CalibrationWorker, Probe, Usage, WorkerSpec
+from calib_cluster.worker import CalibrationWorker, ModelWorker, Probe, Usage, WorkerSpec
 
 REACH_TIMEOUT = 5.0
 START_TIMEOUT = 600.0  # importing torch takes minutes on a machine that is busy
 HEARTBEAT = 30.0  # seconds without news before the log says that work goes on
 MAX_RESTARTS = 3  # of one worker within one call
+
+_Errand = tuple[int, tuple]  # number of an answer, arguments of the call
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ def _check_room(workers: int, threads: int, gpus: float) -> None:
 
 
 class Pool:
-    """Workers with disjoint shards, called together; results come in worker order.
+    """Workers that are called together, or given work one item after another.
 
     A worker that dies is replaced, told everything the old one was told (``history``), and asked
     again: its answers are the same, since a worker's state follows from what it was told.
@@ -95,11 +98,18 @@ class Pool:
         spec: what each worker loads.
         count: number of workers.
         say: takes one line for the log.
+        kind: the workers' class.
     """
 
-    def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        count: int,
+        say: Callable[[str], None],
+        kind: type[ModelWorker] = CalibrationWorker,
+    ) -> None:
         self._spec, self._say = spec, say
-        remote = ray.remote(CalibrationWorker)
+        remote = ray.remote(kind)
         self._make = remote.options(
             num_cpus=spec.threads, num_gpus=spec.gpus, scheduling_strategy="SPREAD"
         ).remote
@@ -132,30 +142,58 @@ class Pool:
                 not answer.
         """
         args = arguments if arguments is not None else [()] * self.count
-        pending = {self._send(i, method, args[i]): i for i in range(self.count)}
-        results: list[Any] = [None] * self.count
-        deaths = [0] * self.count
-        began = time.monotonic()
+        errands = [iter([(i, args[i])]) for i in range(self.count)]
+        answers = dict(self._ask(method, errands, timeout))
+        return [answers[i] for i in range(self.count)]
+
+    def each(self, method: str, items: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
+        """Give every item of arguments to whichever worker is free; yields (index of the item,
+        answer) as they come, in no order.
+
+        Raises:
+            CalibrationError: as ``call``.
+        """
+        waiting = iter(list(enumerate(items)))
+        yield from self._ask(method, [waiting] * self.count)
+
+    def _ask(
+        self, method: str, errands: Sequence[Iterator[_Errand]], timeout: float | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Worker i does what ``errands[i]`` still gives; yields (number, answer)."""
+        pending: dict[ray.ObjectRef, tuple[int, _Errand]] = {}
+        deaths: Counter[int] = Counter()
+
+        def go_on(worker: int) -> None:
+            if (errand := next(errands[worker], None)) is not None:
+                pending[self._send(worker, method, errand[1])] = worker, errand
+
+        for worker in range(self.count):
+            go_on(worker)
+        began = news = time.monotonic()
         while pending:
             ready, _ = ray.wait(list(pending), timeout=min(HEARTBEAT, timeout or HEARTBEAT))
-            waited = time.monotonic() - began
-            if not ready and timeout is not None and waited > timeout:
+            now = time.monotonic()
+            if not ready and timeout is not None and now - began > timeout:
                 raise CalibrationError(
                     f"{len(pending)} of {self.count} workers did not start within {timeout:.0f} s; "
                     "'ray status' shows what the cluster is short of"
                 )
             if not ready:
-                self._say(f"  {len(pending)} of {self.count} workers busy for {waited:.0f} s")
+                self._say(f"  {len(pending)} of {self.count} workers busy for {now - news:.0f} s")
             for reference in ready:
-                i = pending.pop(reference)
+                worker, errand = pending.pop(reference)
+                number, args = errand
                 try:
-                    results[i] = ray.get(reference)
+                    answer = ray.get(reference)
                 except (RayActorError, OutOfMemoryError) as error:
-                    deaths[i] = self._replace(i, method, deaths[i] + 1, error)
-                    pending[self._send(i, method, args[i])] = i
+                    deaths[number] = self._replace(worker, method, deaths[number] + 1, error)
+                    pending[self._send(worker, method, args)] = worker, errand
+                    continue
                 except RayTaskError as error:
                     raise _refusal(error) from error
-        return results
+                news = now
+                go_on(worker)  # before the answer is dealt with: a worker should not wait for that
+                yield number, answer
 
     def _send(self, i: int, method: str, args: tuple) -> ray.ObjectRef:
         return getattr(self._workers[i], method).remote(*args)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 
 from calib_cluster.cluster import connected
-from calib_cluster.corpora import (
-    RECIPES,
-    Corpus,
-    PromptSet,
-    Size,
-    check_disjoint,
-    choose_prompts,
-    load_corpora,
+from calib_cluster.common import (
+    calibratable,
+    is_there,
+    load_texts,
+    quiet_libraries,
+    say,
+    state_of,
+    tokenizer_of,
 )
-from calib_cluster.errors import CalibrationError
+from calib_cluster.corpora import Corpus, PromptSet, Size, check_disjoint, choose_prompts
 from calib_cluster.fingerprint import (
     RunFingerprint,
     code_version,
@@ -32,20 +31,7 @@ from calib_cluster.run_state import RunResult, RunState, decide
 from calib_cluster.seqcalib import Settings
 from calib_cluster.summary import print_summary, write_summary
 from calib_cluster.worker import worker_spec
-from kvpolicy.artifact import check_name, folder_name, load_artifact
-from kvpolicy.errors import KvPolicyError
-from kvpolicy.geometry import LayerKind, ModelGeometry, read_geometry
-
-QUIET = {
-    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error", "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}  # fmt: skip
-
-
-def say(line: str) -> None:
-    """One line for the log, at once: a job's log is read while it runs."""
-    print(line, flush=True)
+from kvpolicy.geometry import LayerKind, ModelGeometry
 
 
 def run_seqcalib(args: argparse.Namespace) -> None:
@@ -54,21 +40,20 @@ def run_seqcalib(args: argparse.Namespace) -> None:
     Raises:
         CalibrationError: bad input, or the run cannot go on.
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    quiet_libraries()
     check_counts(args)
     settings = parse_settings(args, say)
     model = Path(input_path(args.model))
-    geometry = _calibratable(model)
+    geometry = calibratable(model)
     out = output_folder(args.out)
     summary = output_file("--summary", args.summary) if args.summary else None
-    state = _state(out, model, args.name)
+    state = state_of(RunState, out, model, args.name)
     prompts, held_out = _texts(args, model, settings)
     plan = _plan(args, model, geometry, settings, prompts, held_out)
     fingerprint = _fingerprint(args, plan, prompts, held_out)
     with state.locked():
         decision = decide(state, fingerprint, resume=args.resume, restart=args.restart)
-        if decision.result and _is_there(out / decision.result.artifact):
+        if decision.result and is_there(out / decision.result.artifact):
             say(f"already complete: {out / decision.result.artifact}")
             return
         with connected(args.address, args.workers, args.threads_per_worker, args.gpus_per_worker):
@@ -85,38 +70,12 @@ def run_seqcalib(args: argparse.Namespace) -> None:
     say(f"artifact: {artifact}")
 
 
-def _calibratable(model: Path) -> ModelGeometry:
-    try:
-        geometry = read_geometry(model)
-    except KvPolicyError as error:
-        raise CalibrationError(f"--model: {error}") from error
-    if not any(layer.kind is LayerKind.GLOBAL for layer in geometry.layers):
-        raise CalibrationError(
-            f"--model {model}: nothing to calibrate, no layer attends to the whole context; "
-            "serve it with --kv-policy native"
-        )
-    return geometry
-
-
-def _state(out: Path, model: Path, name: str) -> RunState:
-    try:
-        return RunState.at(out, folder_name(model), check_name(name))
-    except KvPolicyError as error:
-        raise CalibrationError(f"--name: {error}") from error
-
-
 def _texts(
     args: argparse.Namespace, model: Path, settings: Settings
 ) -> tuple[PromptSet, PromptSet | None]:
     """Calibration prompts and, if asked for, held-out ones, checked to be disjoint."""
-    from transformers import AutoTokenizer
-
     began = time.monotonic()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CalibrationError(f"--model {model}: no tokenizer: {reason}") from error
+    tokenizer = tokenizer_of(model)
     loaded = _corpora(args, args.corpus, args.prompts)
     prompts = _prompts(args, settings, tokenizer, loaded, args.prompts)
     held_out = None
@@ -129,14 +88,7 @@ def _texts(
 
 
 def _corpora(args: argparse.Namespace, specs: list[str], prompts: int) -> tuple[Corpus, ...]:
-    size = Size(prompts, args.length, args.seed)
-    return load_corpora([_corpus_path(spec) for spec in specs], size, args.field)
-
-
-def _corpus_path(spec: str) -> str:
-    """A file's spec made absolute; names of recipes, and halves (``/a``, ``/b``), are kept."""
-    stem, half = (spec[:-2], spec[-2:]) if spec[-2:] in ("/a", "/b") else (spec, "")
-    return spec if stem in RECIPES else input_path(stem) + half
+    return load_texts(specs, Size(prompts, args.length, args.seed), args.field)
 
 
 def _prompts(
@@ -198,22 +150,6 @@ def _fingerprint(
         code_version=code_version(),
         libraries=library_versions(),
     )
-
-
-def _is_there(artifact: Path) -> bool:
-    """True if the artifact is whole, False if it is gone: then it is written again.
-
-    Raises CalibrationError if it is damaged, since nothing is ever overwritten.
-    """
-    if not artifact.exists():
-        return False
-    try:
-        load_artifact(artifact)
-    except KvPolicyError as error:
-        raise CalibrationError(
-            f"{error}; move that folder away, then --resume writes the policy again"
-        ) from error
-    return True
 
 
 def _headline(plan: JobPlan, prompts: PromptSet, settings: Settings) -> str:

@@ -10,52 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import msgspec
 import numpy as np
 
 from calib_cluster.compile_effects import Effects, Factor
-from calib_cluster.cql import PAPER, CellStatistics, Choice, Recipe, converge, decide, solve, train
+from calib_cluster.compile_learn import CompileSettings, learn
+from calib_cluster.compile_mix import CompiledMix, fit_mix
+from calib_cluster.cql import Choice, decide
 from calib_cluster.cql.decide import End
 from calib_cluster.errors import CalibrationError
-from calib_cluster.rewards.bandit import BETA, drawn, gate_penalties, loss_rewards
+from calib_cluster.rewards.bandit import drawn, gate_penalties, loss_rewards
 from calib_cluster.rewards.records import RewardRecords
-from calib_cluster.rewards.risk import ENTROPY_BINS, PERPLEXITY_BINS, RiskGrid
+from calib_cluster.rewards.risk import RiskGrid
 from kvpolicy.geometry import ModelGeometry
 from kvpolicy.retention import RetentionTables
-
-METHODS = ("exact", "converged", "paper")
-
-
-class CompileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hyperparameters of a compile; the defaults are the paper's, but for ``method``.
-
-    Fields: ``alpha`` of eq. 1; ``beta`` of the gate's penalty beta / T; ``method``: ``exact``
-    (``cql.solve``), ``converged`` (AdamW until it stops) or ``paper`` (AdamW by ``recipe``);
-    ``joint``: False fits each table without regard to the other; ``baseline``: rewards are relative
-    to their prompt's mean, so that the best action tried in a cell is above 0 and untried ones,
-    which alpha = 0 leaves there, cannot win; ``entropy_bins`` and
-    ``perplexity_bins``, whose edges are quantiles over the prompts; ``max_rounds`` of alternation.
-    """
-
-    alpha: float = 0.75
-    beta: float = BETA
-    method: Literal["exact", "converged", "paper"] = "exact"
-    joint: bool = True
-    baseline: bool = True
-    entropy_bins: int = ENTROPY_BINS
-    perplexity_bins: int = PERPLEXITY_BINS
-    max_rounds: int = 50
-    recipe: Recipe = PAPER
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise CalibrationError(
-                f"method {self.method!r} is not accepted: give {', '.join(METHODS)}"
-            )
-        if min(self.entropy_bins, self.perplexity_bins, self.max_rounds) < 1 or self.beta < 0:
-            raise CalibrationError("bins and rounds must be at least 1 and beta at least 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +69,8 @@ def compile_tables(
     geometry: ModelGeometry,
     budgets: Sequence[int],
     settings: CompileSettings = CompileSettings(),  # noqa: B008  frozen
-) -> Compiled:
-    """Fit head table and gate to ``records``.
+) -> Compiled | CompiledMix:
+    """Fit head table and gate to ``records``; of a rule that mixes, shares and mixtures.
 
     Deterministic, and the same for shards in any order. Records of other budgets are left out.
 
@@ -115,6 +83,8 @@ def compile_tables(
     """
     _check(records, geometry, budgets)
     records = _ordered(records.where(np.isin(records["budget"], budgets)))
+    if records.header.rule.mixes:
+        return fit_mix(records, geometry, tuple(budgets), settings)
     records = records.rebinned(_risk(records, settings))
     return _Compiler(records, tuple(budgets), settings).run(geometry)
 
@@ -167,7 +137,7 @@ class _Compiler:
             rewards.append(reward[factor.drawn])
         shape = sum(factor.shape[0] for factor in factors), factors[0].shape[1]
         columns = (np.concatenate(part) for part in (states, actions, rewards))
-        q, statistics, self._residuals[table] = _learn(*columns, shape, self._settings)
+        q, statistics, self._residuals[table] = learn(*columns, shape, self._settings)
         # a larger weight and a lower threshold keep more
         end: End = "last" if table == 0 else "first"
         return decide(q, statistics, end)
@@ -189,25 +159,6 @@ class _Compiler:
             thresholds[:, rows] = np.array(grid.thresholds, np.float32)[actions]
         edges = (np.array(e, np.float32) for e in (risk.entropy_edges, risk.perplexity_edges))
         return RetentionTables(header.rule, weights, budgets, thresholds, *edges)
-
-
-def _learn(
-    states: np.ndarray,
-    actions: np.ndarray,
-    rewards: np.ndarray,
-    shape: tuple[int, int],
-    settings: CompileSettings,
-) -> tuple[np.ndarray, CellStatistics, float]:
-    """Q, the standardised statistics behind it, and the worst residual."""
-    statistics, scale = CellStatistics.of(states, actions, rewards, shape).standardised()
-    if settings.method == "exact":
-        found = solve(statistics, settings.alpha)
-    elif settings.method == "converged":
-        found = converge(statistics, settings.alpha)
-    else:
-        scaled = (rewards - scale.mean) / scale.deviation
-        found = train(states, actions, scaled, shape, settings.alpha, settings.recipe)
-    return found.q, statistics, float(found.residual.max())
 
 
 def _same(a: Choice | None, b: Choice | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,13 +12,44 @@ import msgspec
 
 import kvpolicy
 from calib_cluster.errors import CalibrationError
+from kvpolicy.retention import RetentionRule
 
 LIBRARIES = ("torch", "transformers")
 SAMPLE = 1 << 20
+_PACKAGES = Path(__file__).parent, Path(kvpolicy.__file__).parent
+_NO_PART = {"report", "judge"}  # what shows policies, and what measures them
+_RECORD_SOURCES = (
+    "calib_cluster/attention.py", "calib_cluster/capture.py", "calib_cluster/compile_worker.py",
+    "calib_cluster/rewards", "kvpolicy/geometry.py", "kvpolicy/hf_config.py", "kvpolicy/retention",
+    "kvpolicy/windows.py",
+)  # fmt: skip
 
 
-class RunFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identity of a calibration run.
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can change a run's result, a field each."""
+
+    def digest(self) -> str:
+        """12 hex digits over all fields."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One phrase per field that differs: ``name: ours -> theirs``."""
+        return _differences(self, other)
+
+
+def _differences(ours: msgspec.Struct, theirs: msgspec.Struct) -> list[str]:
+    found = []
+    for name in ours.__struct_fields__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if isinstance(mine, msgspec.Struct) and type(mine) is type(other):
+            found += _differences(mine, other)
+        elif mine != other:
+            found.append(f"{name.replace('_', ' ')}: {_short(mine)} -> {_short(other)}")
+    return found
+
+
+class RunFingerprint(Fingerprint, frozen=True, forbid_unknown_fields=True):
+    """Identity of a SeqCalib run.
 
     Hashes are sha256 hex; ``prompts`` and ``held_out`` hash the token ids. ``workers`` is not part
     of it: the result does not depend on their number.
@@ -42,18 +74,40 @@ class RunFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code_version: str
     libraries: dict[str, str]
 
-    def digest(self) -> str:
-        """12 hex digits over all fields."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
 
-    def differences(self, other: RunFingerprint) -> list[str]:
-        """One phrase per field that differs: ``name: ours -> theirs``."""
-        return [
-            f"{name.replace('_', ' ')}: {_short(getattr(self, name))} -> "
-            f"{_short(getattr(other, name))}"
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
-        ]
+class RecordFingerprint(Fingerprint, frozen=True, forbid_unknown_fields=True):
+    """Identity of a set of reward records: what was evaluated, by which code.
+
+    As in ``RunFingerprint``; ``length`` and ``continuation`` in tokens, ``draws`` evaluations a
+    prompt and budget, ``draws_per_cell`` at least as many in a risk cell (0: no such wish) of
+    ``bins`` (entropy, perplexity), which is (0, 0) without that wish.
+    """
+
+    model_config: str
+    model_weights: dict[str, str]
+    corpora: dict[str, str]
+    prompts: str
+    prompt_count: int
+    length: int
+    continuation: int
+    seed: int
+    chat_template: bool
+    rule: RetentionRule
+    behaviour: str
+    budgets: tuple[int, ...]
+    draws: int
+    draws_per_cell: int
+    bins: tuple[int, int]
+    batch: int
+    device: str
+    threads: int
+    code_version: str
+    libraries: dict[str, str]
+
+    def grown(self, other: RecordFingerprint) -> RecordFingerprint:
+        """This one with what ``other`` may add or leave out without changing a prompt's draws."""
+        free = ("corpora", "prompts", "prompt_count", "draws_per_cell", "bins")
+        return msgspec.structs.replace(self, **{name: getattr(other, name) for name in free})
 
 
 def _short(value: object) -> str:
@@ -68,15 +122,28 @@ def _short(value: object) -> str:
 def code_version() -> str:
     """``raggedkv VERSION+HASH``, the hash over the sources that decide a policy.
 
-    Those are ``calib_cluster`` without its report, and ``kvpolicy``: two artifacts with the same
-    code version were calibrated by the same code.
+    Those are ``calib_cluster`` without what only reports or judges, and ``kvpolicy``: two artifacts
+    with the same code version were calibrated by the same code.
     """
-    here = Path(__file__).parent
+    return _version(lambda source: not _NO_PART & set(source.parts))
+
+
+def record_code_version() -> str:
+    """The same over the sources that decide a prompt's reward records, whatever is fitted to them.
+
+    What chooses prompts does not count: their token ids say what was chosen.
+    """
+    names = {Path(name) for name in _RECORD_SOURCES}
+    return _version(lambda source: bool(names & {source, *source.parents}))
+
+
+def _version(counts: Callable[[Path], bool]) -> str:
+    """Over every source ``package/...`` that ``counts``."""
     digest = hashlib.sha256()
-    for folder in (here, Path(kvpolicy.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            name = path.relative_to(folder.parent)
-            if "report" not in name.parts:
+    for package in _PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            name = path.relative_to(package.parent)
+            if counts(name):
                 digest.update(name.as_posix().encode())
                 digest.update(path.read_bytes())
     try:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from calib_cluster.cluster import Pool, memory_by_node
+from calib_cluster.cluster import Pool
 from calib_cluster.errors import CalibrationError
-from calib_cluster.memory import PeakEstimate, estimate_peak
+from calib_cluster.memory import PeakEstimate, check_memory, estimate_peak
 from calib_cluster.progress import LayerProgress
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import LayerRecord, SeqCalib, Settings, Sums, point_name
@@ -111,18 +111,10 @@ class CalibrationJob:
             codebook=len(plan.settings.codebook),
             runtime=max(probe.resident for probe in probes),
         )
-        parts = ("runtime", "weights", "hidden", "layer", "head")
-        told = ", ".join(f"{part} {_gigabytes(getattr(estimate, part))}" for part in parts)
-        self._say(f"peak memory of a worker: about {_gigabytes(estimate.total)} ({told})")
-        each = estimate.on_one_device(int(plan.spec.gpus) or 1)
-        for node in memory_by_node(probes):
-            needed = node.workers * each
-            if needed > node.available:
-                raise CalibrationError(
-                    f"not enough memory on {node.node}: {node.workers} worker(s) need about "
-                    f"{_gigabytes(needed)}, {_gigabytes(node.available)} are free; use fewer "
-                    "--workers or --prompts, a shorter --length, fewer --tau, or a smaller --dtype"
-                )
+        advice = (
+            "fewer --workers or --prompts, a shorter --length, fewer --tau, or a smaller --dtype"
+        )
+        check_memory(estimate, probes, plan.spec.gpus, advice, self._say)
         return estimate
 
     def _calibrate(self, pool: Pool) -> None:
@@ -229,7 +221,3 @@ def _mean_loss(answers: Sequence[dict[int, float]], prompts: Sequence[Ids]) -> f
     losses = {index: loss for answer in answers for index, loss in answer.items()}
     total = sum(losses[index] for index in range(len(prompts)))
     return round(total / sum(len(ids) - 1 for ids in prompts), 6)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"

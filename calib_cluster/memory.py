@@ -6,6 +6,7 @@ Everything grows with the length of a prompt at most linearly: attention is bloc
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from safetensors import safe_open
 
 from calib_cluster.attention import KEY_TILE, QUERY_BLOCK
 from calib_cluster.capture import VOCAB_ROWS
+from calib_cluster.cluster import memory_by_node
+from calib_cluster.errors import CalibrationError
 from calib_cluster.fingerprint import weight_files
-from calib_cluster.worker import DTYPE_BYTES
+from calib_cluster.worker import DTYPE_BYTES, Probe
 from kvpolicy.geometry import ModelGeometry
 
 FLOAT32 = 4
@@ -27,8 +30,8 @@ SLACK = 1.1  # what the allocator keeps beyond what is asked for
 
 class PeakEstimate(msgspec.Struct, frozen=True):
     """Bytes of one worker at its peak: ``runtime`` (libraries, measured), ``weights``, ``hidden``
-    (states of its prompts on every trajectory), ``layer`` (one layer's activations) and ``head``
-    (output logits of one block)."""
+    (states of its prompts on every trajectory, or a prompt's cache and kept sets), ``layer`` (one
+    layer's activations) and ``head`` (output logits of one block)."""
 
     runtime: int
     weights: int
@@ -71,19 +74,54 @@ def estimate_peak(
         runtime=runtime,
         weights=count_weights(model_dir) * size,
         hidden=(prompts * trajectories + trajectories) * state,
-        layer=_layer_bytes(geometry, model_dir, length, size, codebook),
+        layer=layer_bytes(geometry, model_dir, length, size, codebook),
         head=3 * VOCAB_ROWS * geometry.vocab_size * FLOAT32,
     )
 
 
-def _layer_bytes(
+def check_memory(
+    estimate: PeakEstimate,
+    probes: Sequence[Probe],
+    gpus: float,
+    advice: str,
+    say: Callable[[str], None],
+) -> None:
+    """Say what a worker needs, and refuse what does not fit where the workers are.
+
+    Args:
+        gpus: of each worker.
+        advice: what to change if it does not fit.
+
+    Raises:
+        CalibrationError: the workers of a node, or of a GPU, need more than is free there.
+    """
+    parts = ("runtime", "weights", "hidden", "layer", "head")
+    told = ", ".join(f"{part} {_gigabytes(getattr(estimate, part))}" for part in parts)
+    say(f"peak memory of a worker: about {_gigabytes(estimate.total)} ({told})")
+    each = estimate.on_one_device(int(gpus) or 1)
+    for node in memory_by_node(probes):
+        needed = node.workers * each
+        if needed > node.available:
+            raise CalibrationError(
+                f"not enough memory on {node.node}: {node.workers} worker(s) need about "
+                f"{_gigabytes(needed)}, {_gigabytes(node.available)} are free; use {advice}"
+            )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def layer_bytes(
     geometry: ModelGeometry, model_dir: Path, length: int, size: int, codebook: int
 ) -> int:
+    """One layer's activations over ``length`` tokens, ``size`` bytes a number, with attention of
+    ``codebook`` candidate windows beside the full one."""
     layer = max(geometry.attention_layers, key=lambda lyr: lyr.num_q_heads * lyr.head_dim)
     q = layer.num_q_heads * layer.head_dim
     kv = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
     projections = length * (4 * q + 2 * kv) * size
-    feed_forward = length * _feed_forward(geometry, model_dir) * size
+    feed_forward = length * feed_forward_numbers(geometry, model_dir) * size
     recurrent = RECURRENT_COPIES * length * _recurrent_channels(model_dir) * FLOAT32
     block = min(QUERY_BLOCK, length)
     tiles = TILE_COPIES * layer.num_q_heads * block * min(KEY_TILE, length) * FLOAT32
@@ -96,7 +134,7 @@ def _text_config(model_dir: Path) -> dict[str, Any]:
     return raw.get("text_config", raw)
 
 
-def _feed_forward(geometry: ModelGeometry, model_dir: Path) -> int:
+def feed_forward_numbers(geometry: ModelGeometry, model_dir: Path) -> int:
     """Numbers a token in a feed-forward layer; each of its experts holds a row of its own."""
     text, hidden = _text_config(model_dir), geometry.hidden_size
     dense = text.get("intermediate_size") or 4 * hidden

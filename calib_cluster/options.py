@@ -1,4 +1,4 @@
-"""The options of ``python -m calib_cluster seqcalib``, and what their values must be."""
+"""Options that all calibrations share, those of ``seqcalib``, and what their values must be."""
 
 from __future__ import annotations
 
@@ -21,26 +21,35 @@ def add_seqcalib(commands) -> argparse.ArgumentParser:
     """Register the command on an argparse subparsers object."""
     text = "choose a window for every kv head with SeqCalib and write the policy"
     parser = commands.add_parser("seqcalib", help=text, description=text)
-    _add_inputs(parser)
+    add_inputs(parser, length=2048)
+    _add_held_out(parser)
     _add_method(parser)
-    _add_cluster(parser)
-    _add_outputs(parser)
+    add_cluster(parser)
+    add_outputs(parser, name="seqcalib")
+    add_again(parser, "go on after the last saved layer")
     return parser
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
+def add_inputs(parser: argparse.ArgumentParser, length: int, more: str = "") -> None:
+    """The model and the texts; ``length`` is the default of tokens a prompt, ``more`` says what
+    else a corpus may be."""
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="Hugging Face model folder with weights")
     add(
         "--corpus", nargs="+", metavar="NAME|FILE|FOLDER", default=list(CORPUS),
         help="calibration texts: names of 'corpus list', .jsonl, .parquet, .txt, or folders "
-        "(default: %(default)s)",
+        f"{more} (default: %(default)s)",
     )  # fmt: skip
     add("--prompts", type=int, default=16, metavar="N", help="prompts in all (default 16)")
-    add("--length", type=int, default=2048, metavar="T", help="tokens a prompt (default 2048)")
+    text = f"tokens a prompt (default {length})"
+    add("--length", type=int, default=length, metavar="T", help=text)
     add("--field", metavar="NAME", help="field of a row that holds its text")
     add("--chat-template", action="store_true", help="apply the model's chat template")
     add("--seed", type=int, default=0, help="which excerpts are taken (default 0)")
+
+
+def _add_held_out(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--eval-corpus", nargs="+", metavar="NAME|FILE|FOLDER", default=[],
         help="held-out texts: checked to be disjoint, then the loss of every point is measured",
@@ -56,7 +65,8 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=[*DTYPE_BYTES], help="default: float32 on CPU, bfloat16 on GPU")
 
 
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Workers and where they run."""
     add = parser.add_argument
     add("--workers", type=int, default=1, metavar="W", help="workers (default 1)")
     add(
@@ -73,32 +83,48 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
+def add_outputs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where the policy goes; ``name`` is its default."""
     add = parser.add_argument
     add("--out", default="artifacts", metavar="DIR", help="artifacts root (default artifacts)")
-    add("--name", default="seqcalib", help="policy name (default seqcalib)")
+    add("--name", default=name, help=f"policy name (default {name})")
     add("--summary", metavar="FILE.json", help="also write what the run cost, as JSON")
+
+
+def add_again(parser: argparse.ArgumentParser, resume: str):
+    """What to do with the run that is there; returns the group. ``resume`` is that flag's help."""
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on after the last saved layer")
-    again.add_argument("--restart", action="store_true", help="drop an unfinished run")
+    again.add_argument("--resume", action="store_true", help=resume)
+    again.add_argument("--restart", action="store_true", help="drop the run that is there")
+    return again
+
+
+def check_least(at_least: dict[str, tuple[float, float]]) -> None:
+    """Raise CalibrationError for the first flag: (value, least) whose value is too small."""
+    for flag, (value, low) in at_least.items():
+        if not value >= low:  # so that no NaN passes
+            raise CalibrationError(f"{flag} {value:g} is not accepted: give at least {low:g}")
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """Raise CalibrationError naming the first option that is out of range."""
-    at_least = {
-        "--prompts": (args.prompts, 1), "--length": (args.length, 2),
-        "--eval-prompts": (args.eval_prompts, 1), "--workers": (args.workers, 1),
-        "--threads-per-worker": (args.threads_per_worker, 1), "--sinks": (args.sinks, 0),
-        "--gpus-per-worker": (args.gpus_per_worker, 0),
-    }  # fmt: skip
-    for flag, (value, low) in at_least.items():
-        if value < low:
-            raise CalibrationError(f"{flag} {value:g} is not accepted: give at least {low}")
+    """Raise CalibrationError naming the first of SeqCalib's options that is out of range."""
+    check_least({"--eval-prompts": (args.eval_prompts, 1), "--sinks": (args.sinks, 0)})
+    check_shared(args)
+
+
+def check_shared(args: argparse.Namespace) -> None:
+    """The same for the options of ``add_inputs`` and ``add_cluster``."""
     gpus = args.gpus_per_worker
     if not math.isfinite(gpus) or (gpus > 1 and gpus != int(gpus)):
         raise CalibrationError(
             f"--gpus-per-worker {gpus:g} is not accepted: give a share up to 1 or a whole number"
         )
+    at_least = {
+        "--prompts": (args.prompts, 1), "--length": (args.length, 2),
+        "--workers": (args.workers, 1), "--threads-per-worker": (args.threads_per_worker, 1),
+        "--gpus-per-worker": (gpus, 0),
+    }  # fmt: skip
+    check_least(at_least)
     if args.workers > args.prompts:
         raise CalibrationError(
             f"--workers {args.workers} is more than --prompts {args.prompts}: a worker needs one"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from calib_cluster.corpora import PromptSet
 from calib_cluster.errors import CalibrationError
-from calib_cluster.fingerprint import RunFingerprint
+from calib_cluster.fingerprint import RecordFingerprint, RunFingerprint
 from calib_cluster.job import JobOutcome
 from calib_cluster.report import ReportInput, render_report
 from calib_cluster.seqcalib import point_name
@@ -78,8 +79,15 @@ def calibration_record(fingerprint: RunFingerprint, prompts: PromptSet) -> Calib
             "prompts_sha256": fingerprint.prompts,
             "held_out_sha256": fingerprint.held_out or None,
             "dtype": fingerprint.dtype,
-            "device": fingerprint.device,
-            "threads_per_worker": fingerprint.threads,
-            **dict(sorted(fingerprint.libraries.items())),
+            **machine_record(fingerprint),
         },
     )
+
+
+def machine_record(fingerprint: RunFingerprint | RecordFingerprint) -> dict[str, Any]:
+    """Device, threads and libraries of the workers, as hyperparameters."""
+    return {
+        "device": fingerprint.device,
+        "threads_per_worker": fingerprint.threads,
+        **dict(sorted(fingerprint.libraries.items())),
+    }

@@ -1,8 +1,8 @@
-"""Durable state of a run: its fingerprint, one record per finished layer, and its result.
+"""Durable state of a run: its fingerprint, what is finished of it, and its result.
 
 A run's folder is ``OUT/.calibration/<model>.<policy>/``. Every file is written under a temporary
-name, synced and renamed, so a kill at any moment leaves whole files only. The records are all
-there is to save: hidden states follow from them and are computed again on resume.
+name, synced and renamed, so a kill at any moment leaves whole files only. SeqCalib saves a record
+a layer: hidden states follow from them and are computed again on resume.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar, Self
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from calib_cluster.errors import CalibrationError
-from calib_cluster.fingerprint import RunFingerprint
+from calib_cluster.fingerprint import Fingerprint, RunFingerprint
 from calib_cluster.seqcalib import LayerRecord
 from kvpolicy.evidence import HeldOut
 
@@ -34,16 +35,22 @@ class RunResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     artifact: str
 
 
-class RunState:
-    """State of one run on disk; the caller holds ``locked`` while it uses it."""
+class RunFolder:
+    """A run's folder on disk; the caller holds ``locked`` while it uses it.
+
+    Subclasses say what ``fingerprint_type`` and ``result_type`` they keep, and keep more.
+    """
+
+    fingerprint_type: ClassVar[type[Fingerprint]]
+    result_type: ClassVar[type[RunResult]] = RunResult
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @staticmethod
-    def at(out: Path, model_name: str, policy_name: str) -> RunState:
+    @classmethod
+    def at(cls, out: Path, model_name: str, policy_name: str) -> Self:
         """State of policy ``policy_name`` for ``model_name`` under ``out``."""
-        return RunState(out / STATE_FOLDER / f"{model_name}.{policy_name}")
+        return cls(out / STATE_FOLDER / f"{model_name}.{policy_name}")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -71,39 +78,24 @@ class RunState:
                 f"--out: cannot write {self.folder}: {error.strerror or error}"
             ) from error
 
-    def fingerprint(self) -> RunFingerprint | None:
+    def fingerprint(self) -> Fingerprint | None:
         """Fingerprint of the run that is there, or None. Raises CalibrationError if unreadable."""
-        return self._read(FINGERPRINT_FILE, RunFingerprint)
+        return self._read(FINGERPRINT_FILE, self.fingerprint_type)
 
     def result(self) -> RunResult | None:
         """Result of a finished run, or None."""
-        return self._read(RESULT_FILE, RunResult)
+        return self._read(RESULT_FILE, self.result_type)
 
-    def held_out(self) -> HeldOut | None:
-        """The held-out evaluation, if it was done."""
-        return self._read(HELD_OUT_FILE, HeldOut)
-
-    def layers(self) -> list[LayerRecord]:
-        """Records of the finished layers, from layer 0 on without a gap."""
-        records = []
-        while (record := self._read(_layer_file(len(records)), LayerRecord)) is not None:
-            records.append(record)
-        return records
-
-    def begin(self, fingerprint: RunFingerprint) -> None:
+    def begin(self, fingerprint: Fingerprint) -> None:
         """Start anew: whatever run was there is forgotten (its artifact is not touched)."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with self._writing():
             self.folder.mkdir(parents=True)
         self._write(FINGERPRINT_FILE, fingerprint)
 
-    def save_layer(self, record: LayerRecord) -> None:
-        """Make a layer's decisions durable."""
-        self._write(_layer_file(record.layer), record)
-
-    def save_held_out(self, held_out: HeldOut) -> None:
-        """Make the held-out evaluation durable."""
-        self._write(HELD_OUT_FILE, held_out)
+    def restate(self, fingerprint: Fingerprint) -> None:
+        """Say what the run is, leaving everything else as it is."""
+        self._write(FINGERPRINT_FILE, fingerprint)
 
     def finish(self, result: RunResult) -> None:
         """Mark the run complete."""
@@ -136,6 +128,31 @@ class RunState:
                 os.close(descriptor)
 
 
+class RunState(RunFolder):
+    """State of a SeqCalib run."""
+
+    fingerprint_type = RunFingerprint
+
+    def held_out(self) -> HeldOut | None:
+        """The held-out evaluation, if it was done."""
+        return self._read(HELD_OUT_FILE, HeldOut)
+
+    def layers(self) -> list[LayerRecord]:
+        """Records of the finished layers, from layer 0 on without a gap."""
+        records = []
+        while (record := self._read(_layer_file(len(records)), LayerRecord)) is not None:
+            records.append(record)
+        return records
+
+    def save_layer(self, record: LayerRecord) -> None:
+        """Make a layer's decisions durable."""
+        self._write(_layer_file(record.layer), record)
+
+    def save_held_out(self, held_out: HeldOut) -> None:
+        """Make the held-out evaluation durable."""
+        self._write(HELD_OUT_FILE, held_out)
+
+
 def _layer_file(layer: int) -> str:
     return f"layer-{layer:04d}.json"
 
@@ -148,9 +165,7 @@ class Decision(msgspec.Struct, frozen=True):
     result: RunResult | None = None
 
 
-def decide(
-    state: RunState, fingerprint: RunFingerprint, *, resume: bool, restart: bool
-) -> Decision:
+def decide(state: RunFolder, fingerprint: Fingerprint, *, resume: bool, restart: bool) -> Decision:
     """Decide what to do with the run that is there, if any. Writes nothing.
 
     Raises:
@@ -162,16 +177,19 @@ def decide(
     there = state.fingerprint()
     if resume:
         return _resumed(state, there, fingerprint)
+    check_finished(state, there)
+    return Decision(fresh=True)
+
+
+def check_finished(state: RunFolder, there: Fingerprint | None) -> None:
+    """Raise CalibrationError if ``there``, the run in the folder, is not finished."""
     if there is not None and state.result() is None:
         raise CalibrationError(
             f"an unfinished run is in {state.folder}: --resume continues it, --restart drops it"
         )
-    return Decision(fresh=True)
 
 
-def _resumed(
-    state: RunState, there: RunFingerprint | None, fingerprint: RunFingerprint
-) -> Decision:
+def _resumed(state: RunFolder, there: Fingerprint | None, fingerprint: Fingerprint) -> Decision:
     if there is None:
         raise CalibrationError(f"nothing to resume in {state.folder}; leave --resume out")
     if differences := there.differences(fingerprint):

@@ -56,7 +56,12 @@ def cost(outcome: JobOutcome, plan: JobPlan) -> RunCost:
 
 def write_summary(path: Path, outcome: JobOutcome, plan: JobPlan) -> None:
     """Write ``cost`` as JSON, whole or not at all. Raises CalibrationError."""
-    data = msgspec.json.format(msgspec.json.encode(cost(outcome, plan)), indent=2) + b"\n"
+    write_json(path, cost(outcome, plan))
+
+
+def write_json(path: Path, record: msgspec.Struct) -> None:
+    """Write what ``--summary`` asks for, whole or not at all. Raises CalibrationError."""
+    data = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(data)

@@ -1,7 +1,7 @@
-"""One calibration worker: a model and a disjoint shard of prompts, driven layer by layer.
+"""Workers that hold a model; the one of SeqCalib, with a disjoint shard of prompts.
 
-A plain class; ``cluster.py`` makes Ray actors of it. Its hidden states follow from the shard and
-the advances it was told, so a new worker that is told the same is an exact replacement.
+Plain classes; ``cluster.py`` makes Ray actors of them. What a worker answers follows from what it
+was told, so a new worker that is told the same is an exact replacement.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
@@ -20,6 +21,9 @@ from calib_cluster.errors import CalibrationError
 from calib_cluster.fingerprint import library_versions, sample_weights
 from kvpolicy.errors import GeometryError
 from kvpolicy.geometry import ModelGeometry, read_geometry
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -89,8 +93,8 @@ class PromptTally(msgspec.Struct, frozen=True):
     group: int
 
 
-class CalibrationWorker:
-    """Holds hidden states [1, T, hidden] of its prompts, one per trajectory.
+class ModelWorker:
+    """What all workers are: a process for one model, that knows its node and what it used.
 
     Args:
         spec: what to load.
@@ -103,11 +107,7 @@ class CalibrationWorker:
         torch.set_num_threads(spec.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         self._device = "cpu" if not spec.gpus else "auto" if spec.gpus > 1 else "cuda"
-        self._stepped = None
-        self._hidden: dict[str, dict[int, torch.Tensor]] = {}
         self._busy = 0.0
-        self._next_layer = 0
-        self._broken = "it was never started"
 
     def probe(self) -> Probe:
         """Where this worker is and how much memory is free. Raises CalibrationError."""
@@ -145,6 +145,32 @@ class CalibrationWorker:
         free = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
         first = torch.cuda.get_device_properties(0)
         return Probe(_node(), 0, free, f"{first.name} {first.uuid}")
+
+    def usage(self) -> Usage:
+        """CPU seconds, busy seconds and peak memory of this process so far."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        peak = used.ru_maxrss * 1024
+        if self._device != "cpu":
+            import torch
+
+            count = torch.cuda.device_count()
+            peak = sum(torch.cuda.max_memory_allocated(i) for i in range(count))
+        return Usage(used.ru_utime + used.ru_stime, self._busy, peak)
+
+
+class CalibrationWorker(ModelWorker):
+    """Holds hidden states [1, T, hidden] of its prompts, one per trajectory.
+
+    Args:
+        spec: what to load.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._stepped = None
+        self._hidden: dict[str, dict[int, torch.Tensor]] = {}
+        self._next_layer = 0
+        self._broken = "it was never started"
 
     def start(self, prompts: Sequence[tuple[int, Sequence[int]]], trajectory: str) -> None:
         """Load the model (once) and embed ``prompts`` [(global index, token ids)]."""
@@ -241,17 +267,6 @@ class CalibrationWorker:
             losses[index] = self._stepped.loss(hidden, ids)
         self._busy += time.monotonic() - began
         return losses
-
-    def usage(self) -> Usage:
-        """CPU seconds, busy seconds and peak memory of this process so far."""
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        peak = used.ru_maxrss * 1024
-        if self._device != "cpu":
-            import torch
-
-            count = torch.cuda.device_count()
-            peak = sum(torch.cuda.max_memory_allocated(i) for i in range(count))
-        return Usage(used.ru_utime + used.ru_stime, self._busy, peak)
 
 
 def _node() -> str:

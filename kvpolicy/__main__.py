@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import msgspec
 
-from kvpolicy import cli_merge, cli_new, render
+from kvpolicy import cli_merge, cli_new, cli_transfer, render
 from kvpolicy.artifact import load_artifact
 from kvpolicy.cli_find import MODEL_HELP, POLICY_HELP, find, geometry_of
 from kvpolicy.diff import compare
@@ -19,7 +19,7 @@ from kvpolicy.geometry import read_geometry
 from kvpolicy.plan import make_plan, parse_bytes, with_served_dtype
 from kvpolicy.render_diff import diff_view
 from kvpolicy.render_points import checked_text, selection_view
-from kvpolicy.render_retention import summary
+from kvpolicy.render_retention import retention_checked_text, summary
 from kvpolicy.select import select_point
 from kvpolicy.store import find_folders, resolve, search_roots
 
@@ -55,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     cli_new.add_arguments(new)
     text = "write one policy with the windows of one artifact and the retention tables of another"
     cli_merge.add_arguments(_add(commands, "merge", cli_merge.run, text))
+    text = "write a policy for another model with one's retention tables, by relative depth"
+    cli_transfer.add_arguments(_add(commands, "transfer", cli_transfer.run, text))
     _add_plan(commands)
     _add_select(commands)
     _add_diff(commands)
@@ -162,7 +164,7 @@ def verify_command(args: argparse.Namespace) -> None:
     print(
         f"ok: {artifact.policy_id}, {files} file hash(es), version, geometry and recorded "
         f"residency of {len(artifact.manifest.points)} point(s) match"
-        f"{checked_text(artifact)}{retention}{fits}"
+        f"{checked_text(artifact)}{retention_checked_text(artifact)}{retention}{fits}"
     )
     recorded = artifact.manifest.model.config_hash
     if geom is not None and geom.config_hash != recorded:

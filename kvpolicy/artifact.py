@@ -39,8 +39,8 @@ from kvpolicy.manifest import (
 from kvpolicy.names import check_name
 from kvpolicy.names import folder_name as folder_name  # a writer needs it with write_artifact
 from kvpolicy.residency import residency
-from kvpolicy.retention.tables import TENSORS as RETENTION_TENSORS
 from kvpolicy.retention.tables import RetentionTables
+from kvpolicy.transfer import TransferRecord
 from kvpolicy.windows import WindowPolicy
 
 MANIFEST_FILE = "manifest.json"
@@ -107,13 +107,15 @@ def write_artifact(
     extra_files: Mapping[str, bytes] | None = None,
     retention: RetentionTables | None = None,
     retention_calibration: CalibrationRecord | None = None,
+    transferred: TransferRecord | None = None,
 ) -> Path:
     """Write ``root/model_name/name/<version>/`` and return its path.
 
     All points share one geometry, one sink count and the retention tables, if any.
-    ``calibration`` is how the windows were made, ``retention_calibration`` the tables. The folder
-    appears by one rename, after its files are on disk; an interrupted write leaves nothing
-    visible. Writing what is already there returns the existing folder.
+    ``calibration`` is how the windows were made, ``retention_calibration`` the tables, which
+    ``transferred`` says are another model's. The folder appears by one rename, after its files are
+    on disk; an interrupted write leaves nothing visible. Writing what is already there returns the
+    existing folder.
 
     Raises:
         PolicyError: bad names or points, an existing folder of that version that is damaged, or
@@ -121,9 +123,9 @@ def write_artifact(
     """
     check_name(model_name, "model name")
     tensors = {WINDOWS_TENSOR: _stack(points)}
-    record = _retention_record(retention, retention_calibration)
+    record = _retention_record(retention, retention_calibration, transferred)
     if retention is not None:
-        retention.check_fits(points[0].policy.geometry)
+        _check_retention(retention, record, points[0].policy.geometry)
         tensors |= retention.to_tensors()
     data = save_tensors(tensors)
     files = {**_checked_extras(extra_files or {}), TENSOR_FILE: data}
@@ -339,7 +341,8 @@ def _read_tensors(folder: Path, manifest: Manifest) -> dict[str, np.ndarray]:
         tensors = load_tensors(_read(folder / TENSOR_FILE))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"{folder}: {TENSOR_FILE} is not valid safetensors: {error}") from None
-    wanted = [WINDOWS_TENSOR, *(RETENTION_TENSORS if manifest.retention is not None else ())]
+    record = manifest.retention
+    wanted = [WINDOWS_TENSOR, *(RetentionTables.tensor_names(record.rule) if record else ())]
     if set(tensors) != set(wanted):
         raise PolicyError(
             f"{folder}: {TENSOR_FILE} must hold exactly [{', '.join(sorted(wanted))}], found "
@@ -363,13 +366,23 @@ def _checked_windows(
 
 
 def _retention_record(
-    tables: RetentionTables | None, calibration: CalibrationRecord | None
+    tables: RetentionTables | None,
+    calibration: CalibrationRecord | None,
+    transferred: TransferRecord | None,
 ) -> RetentionRecord | None:
     if tables is not None:
-        return RetentionRecord(tables.rule, tables.budgets, calibration)
-    if calibration is not None:
-        raise PolicyError("a calibration of retention tables needs the tables")
+        return RetentionRecord(tables.rule, tables.budgets, calibration, transferred)
+    if calibration is not None or transferred is not None:
+        raise PolicyError("a calibration or transfer of retention tables needs the tables")
     return None
+
+
+def _check_retention(
+    tables: RetentionTables, record: RetentionRecord, geometry: ModelGeometry
+) -> None:
+    tables.check_fits(geometry)
+    if record.transferred is not None:
+        record.transferred.check_fits(geometry)
 
 
 def _retention_tables(
@@ -380,7 +393,7 @@ def _retention_tables(
         return None
     try:
         tables = RetentionTables.from_tensors(record.rule, record.budgets, tensors)
-        tables.check_fits(manifest.model.geometry)
+        _check_retention(tables, record, manifest.model.geometry)
     except PolicyError as error:
         raise PolicyError(f"{folder}: {error}") from None
     return tables

@@ -11,10 +11,12 @@ from kvpolicy.cli_find import MODEL_HELP, POLICY_HELP, find, geometry_of
 from kvpolicy.errors import PolicyError
 from kvpolicy.evidence import EVIDENCE_FILE, HELD_OUT_FILE
 from kvpolicy.retention.units import retention_units
+from kvpolicy.retention_evidence import RETENTION_EVIDENCE_FILE
 from kvpolicy.store import BUILT_IN
 
-# what calibration measured of the windows alone stays true; a report shows another policy
+# what was measured of the windows alone, or of the tables, stays true; a report shows another
 _CARRIED = (EVIDENCE_FILE, HELD_OUT_FILE)
+_OF_TABLES = RETENTION_EVIDENCE_FILE
 
 
 def add_arguments(merge: argparse.ArgumentParser) -> None:
@@ -44,7 +46,8 @@ def merge(
     """Write an artifact with the points of ``windows`` and the tables of ``retention``.
 
     The windows' calibration record, evidence and held-out losses (which are of the windows alone)
-    and the tables' calibration record come along; any other file does not.
+    and the tables' calibration and transfer records and evidence come along; any other file does
+    not.
 
     Returns:
         The new folder, and the files of ``windows`` that were left out.
@@ -59,6 +62,9 @@ def merge(
     if name in BUILT_IN:
         raise PolicyError(f"policy name {name!r} is taken by a built-in policy; choose another")
     carried = [file for file in _CARRIED if file in manifest.files]
+    files = {file: (windows.path / file).read_bytes() for file in carried}
+    if _OF_TABLES in retention.manifest.files:
+        files[_OF_TABLES] = (retention.path / _OF_TABLES).read_bytes()
     path = write_artifact(
         root,
         model_name=manifest.model.name,
@@ -70,11 +76,12 @@ def merge(
         default_point=manifest.default_point,
         calibration=manifest.calibration,
         weight_hashes=manifest.model.weight_hashes,
-        extra_files={file: (windows.path / file).read_bytes() for file in carried},
+        extra_files=files,
         retention=tables,
         retention_calibration=retention.manifest.retention.calibration,
+        transferred=retention.manifest.retention.transferred,
     )
-    return path, sorted(set(manifest.files) - {TENSOR_FILE, *carried})
+    return path, sorted(set(manifest.files) - {TENSOR_FILE, *files})
 
 
 def _check(windows: Artifact, retention: Artifact) -> None:

@@ -17,7 +17,13 @@ from kvpolicy.store import BUILT_IN
 from kvpolicy.windows import WindowPolicy
 
 DEFAULT_THRESHOLD = 0.9
-_RULE_OPTIONS = ("observe", "alpha_scope", "pool", "keep_window", "gate", "floor", "share")
+_RULE_OPTIONS = {
+    name: name
+    for name in (
+        "observe", "alpha_scope", "pool", "keep_window", "gate", "floor", "share", "recent", "focus"
+    )
+} | {"retention_sinks": "sinks"}  # fmt: skip
+"""Argument name -> field of the rule; ``--sinks`` is the windows'."""
 
 
 def add_arguments(new: argparse.ArgumentParser) -> None:
@@ -43,6 +49,12 @@ def add_arguments(new: argparse.ArgumentParser) -> None:
     text = "this many best tokens stay whatever the threshold"
     group.add_argument("--floor", type=int, metavar="N", help=text)
     group.add_argument("--share", choices=("layer", "head"), help="one kept set per layer or head")
+    text = "this many last tokens always stay"
+    group.add_argument("--recent", type=int, metavar="N", help=text)
+    text = "this many first tokens always stay"
+    group.add_argument("--retention-sinks", type=int, metavar="N", help=text)
+    text = "the last queries that the sources of a mix look at"
+    group.add_argument("--focus", type=int, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,7 +89,8 @@ def _tables(args: argparse.Namespace, policy: WindowPolicy) -> RetentionTables |
     given = [o for o in ("threshold", *_RULE_OPTIONS) if getattr(args, o) is not None]
     if args.retention is None:
         if given:
-            raise PolicyError(f"--{given[0].replace('_', '-')} needs --retention paper or head")
+            option = given[0].replace("_", "-")
+            raise PolicyError(f"--{option} needs --retention {' or '.join(RULES)}")
         return None
     rule = _rule(args)
     if rule.gate == "off" and args.threshold is not None:
@@ -93,7 +106,11 @@ def _tables(args: argparse.Namespace, policy: WindowPolicy) -> RetentionTables |
 
 def _rule(args: argparse.Namespace) -> RetentionRule:
     base = RULES[args.retention]
-    given = {o: getattr(args, o) for o in _RULE_OPTIONS if getattr(args, o) is not None}
+    given = {
+        field: getattr(args, option)
+        for option, field in _RULE_OPTIONS.items()
+        if getattr(args, option) is not None
+    }
     rule = msgspec.structs.replace(base, **given)
     return rule if rule == base else msgspec.structs.replace(rule, name=f"{base.name}-custom")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import msgspec
 import numpy as np
 
 from kvpolicy.artifact import RESIDENCY_CONTEXTS, Artifact, describe
 from kvpolicy.errors import PolicyError
+from kvpolicy.evidence import calibratable
 from kvpolicy.geometry import LayerKind
 from kvpolicy.manifest import Manifest, Point
+from kvpolicy.mix_view import quota_parts, retrieving
 from kvpolicy.residency import residency
 from kvpolicy.windows import WindowPolicy
 
@@ -32,11 +35,39 @@ class Difference(msgspec.Struct, frozen=True):
     b: str | None
 
 
+class ShareChange(msgspec.Struct, frozen=True):
+    """A kv head whose compiled share differs: its layer id, head, and both shares."""
+
+    layer_id: int
+    head: int
+    a: float
+    b: float
+
+
+class MixChange(msgspec.Struct, frozen=True):
+    """Two mixes at one ``budget`` in tokens, each by the tables that serve it.
+
+    Over the ``heads`` that a freeze can read: ``shares`` that differ, the largest ratio first;
+    ``spearman`` of the shares (None where one side has a single share); ``mixtures``, heads whose
+    quotas are in another proportion. ``retrieving``: query heads that count in the retrieval source
+    of each side (``mix_view.retrieving``).
+    """
+
+    budget: int
+    heads: int
+    shares: tuple[ShareChange, ...]
+    spearman: float | None
+    mixtures: int
+    retrieving: tuple[int, int]
+
+
 class Comparison(msgspec.Struct, frozen=True):
     """Point ``point_a`` of policy ``a`` beside ``point_b`` of ``b``.
 
     ``residency`` maps a context in tokens to both shares. ``spearman`` correlates the windows over
     global units (full ranks highest); None where one side gives every unit the same window.
+    ``mix`` has an entry for each budget that either side is compiled for, where both are mixes and
+    their tables differ.
     """
 
     a: str
@@ -48,6 +79,7 @@ class Comparison(msgspec.Struct, frozen=True):
     residency: dict[int, tuple[float, float]]
     spearman: float | None
     manifest: tuple[Difference, ...]
+    mix: tuple[MixChange, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -81,6 +113,7 @@ def compare(
         residency=_residencies(policy_a, policy_b),
         spearman=spearman(_global_windows(policy_a), _global_windows(policy_b)),
         manifest=_differences(_record(a, point_a), _record(b, point_b)),
+        mix=_mix_changes(a, b),
     )
 
 
@@ -124,6 +157,40 @@ def _residencies(a: WindowPolicy, b: WindowPolicy) -> dict[int, tuple[float, flo
     return {c: (residency(a, geom, c), residency(b, geom, c)) for c in contexts}
 
 
+def _mix_changes(a: Artifact, b: Artifact) -> tuple[MixChange, ...]:
+    tables = a.retention, b.retention
+    if any(side is None or side.mix is None for side in tables):
+        return ()
+    arrays = [side.mix.to_tensors() for side in tables]
+    same = all(np.array_equal(x, arrays[1][name]) for name, x in arrays[0].items())
+    if same and tables[0].budgets == tables[1].budgets:
+        return ()
+    budgets = sorted({budget for side in tables for budget in side.budgets})
+    return tuple(_mix_change(a, b, budget) for budget in budgets)
+
+
+def _mix_change(a: Artifact, b: Artifact, budget: int) -> MixChange:
+    heads, sides = calibratable(a.geometry), (a.retention, b.retention)
+    index = [side.budget_index(budget) for side in sides]
+    shares = [side.mix.shares[i] for side, i in zip(sides, index, strict=True)]
+    quotas = [quota_parts(side.mix.quotas[i]) for side, i in zip(sides, index, strict=True)]
+    places = np.argwhere(heads & (shares[0] != shares[1]))
+    layers = a.geometry.attention_layers
+    changes = [
+        ShareChange(layers[row].layer_id, head, *(float(side[row, head]) for side in shares))
+        for row, head in places.tolist()
+    ]
+    changes.sort(key=lambda change: -abs(math.log(change.a / change.b)))
+    return MixChange(
+        budget=budget,
+        heads=int(heads.sum()),
+        shares=tuple(changes),
+        spearman=spearman(*(side[heads].astype(np.float64) for side in shares)),
+        mixtures=int((quotas[0] != quotas[1])[heads].any(axis=-1).sum()),
+        retrieving=tuple(retrieving(side.mix, a.geometry)[0] for side in sides),
+    )
+
+
 def _record(artifact: Artifact, point: str) -> dict[str, str]:
     """What made a point and how prompts are frozen, as flat text entries."""
     return _point_record(artifact.manifest, point) | _retention_record(artifact)
@@ -137,6 +204,9 @@ def _retention_record(artifact: Artifact) -> dict[str, str]:
     for option in tables.rule.options.split():
         name, _, value = option.partition("=")
         record[f"retention {name}"] = value
+    origin = artifact.manifest.retention.transferred
+    if origin is not None:
+        record["retention transferred"] = origin.policy
     record["retention budgets"] = ", ".join(map(str, tables.budgets)) or "none"
     for name, array in tables.to_tensors().items():
         digest = hashlib.sha256(array.tobytes()).hexdigest()

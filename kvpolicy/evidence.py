@@ -113,7 +113,7 @@ def read_evidence(artifact_folder: str | Path) -> Evidence | None:
     """
     folder = Path(artifact_folder)
     manifest = read_manifest(folder)
-    data = _listed(folder, manifest, EVIDENCE_FILE)
+    data = listed_content(folder, manifest, EVIDENCE_FILE)
     if data is None:
         return None
     path = folder / EVIDENCE_FILE
@@ -133,7 +133,7 @@ def read_held_out(artifact_folder: str | Path) -> HeldOut | None:
     """
     folder = Path(artifact_folder)
     manifest = read_manifest(folder)
-    data = _listed(folder, manifest, HELD_OUT_FILE)
+    data = listed_content(folder, manifest, HELD_OUT_FILE)
     if data is None:
         return None
     path = folder / HELD_OUT_FILE
@@ -151,7 +151,7 @@ def _kind(array: np.ndarray) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-def _listed(folder: Path, manifest: Manifest, name: str) -> bytes | None:
+def listed_content(folder: Path, manifest: Manifest, name: str) -> bytes | None:
     """Verified content of a file that the manifest lists; None if it does not."""
     if name not in manifest.files:
         return None

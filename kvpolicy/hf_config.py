@@ -122,7 +122,7 @@ class TextConfig:
         for source in (self._outer, self.values):
             for key, why in _REFUSED.items():
                 if source.get(key):
-                    raise GeometryError(f"config.json has {key}={source[key]}: {why}")
+                    raise GeometryError(f"config.json has {key}={source[key]!r}: {why}")
 
     def _find_model_type(self, top_type: Any) -> str:
         inner = self.values.get("model_type", top_type)

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvpolicy.geometry import ModelGeometry
 from kvpolicy.retention.rule import RetentionRule
+from kvpolicy.transfer import TransferRecord
 
 SCHEMA_VERSION = 1
 KIND_WINDOWS = "windows"
@@ -67,11 +68,13 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RetentionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The retention part of a policy: its rule, the budgets in tokens that its gate was compiled
     for (one per row of the ``gate`` tensor), and how the tables were compiled (None: they were
-    not)."""
+    not). With ``transferred`` they were taken from another model's policy, and ``calibration`` is
+    that one's."""
 
     rule: RetentionRule
     budgets: tuple[int, ...]
     calibration: CalibrationRecord | None = None
+    transferred: TransferRecord | None = None
 
 
 # omit_defaults: a policy without retention is written as before there was any
@@ -133,11 +136,14 @@ def content_version(manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> st
 def _retention_identity(record: RetentionRecord) -> dict[str, object]:
     # only what differs from the paper: an option that a later release adds moves no version
     rule = record.rule
-    return {
+    identity: dict[str, object] = {
         "rule": [rule.name, rule.departures],
         "budgets": record.budgets,
         "calibration": record.calibration,
     }
+    if record.transferred is not None:
+        identity["transferred"] = record.transferred.identity
+    return identity
 
 
 def _tensor_record(tensor: np.ndarray) -> dict[str, object]:

@@ -10,6 +10,8 @@ from kvpolicy.diff import Change, Comparison
 from kvpolicy.render import window_text
 from kvpolicy.render_points import short
 
+_MOST_SHARES = 3
+
 
 def diff_view(found: Comparison) -> RenderableType:
     """Everything ``diff`` prints; one line if nothing differs."""
@@ -23,6 +25,8 @@ def diff_view(found: Comparison) -> RenderableType:
     parts: list[RenderableType] = [Text(head), _residency_table(found)]
     if found.changes:
         parts.append(_changes_table(found))
+    if found.mix:
+        parts.append(_mix_table(found))
     if found.manifest:
         parts.append(_manifest_table(found))
     return Group(*parts)
@@ -68,6 +72,28 @@ def _changes_table(found: Comparison) -> Table:
 
 def _change_text(change: Change) -> str:
     return f"{change.head}: {window_text(change.window_a)} -> {window_text(change.window_b)}"
+
+
+def _mix_table(found: Comparison) -> Table:
+    title = "shares and mixtures of kv heads, by the tables that serve each budget"
+    table = Table(title=title, title_justify="left")
+    columns = (
+        "budget", "other share", "Spearman of shares", "largest changes (layer/head)",
+        "other mixture", "retrieving query heads",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    for change in found.mix:
+        rank = "-" if change.spearman is None else f"{change.spearman:.4f}"
+        most = ", ".join(
+            f"{share.layer_id}/{share.head} {share.a:.3g} -> {share.b:.3g}"
+            for share in change.shares[:_MOST_SHARES]
+        )
+        table.add_row(
+            str(change.budget), f"{len(change.shares)} of {change.heads}", rank, most or "-",
+            f"{change.mixtures} of {change.heads}", "{} -> {}".format(*change.retrieving),
+        )  # fmt: skip
+    return table
 
 
 def _manifest_table(found: Comparison) -> Table:

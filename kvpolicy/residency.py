@@ -147,24 +147,29 @@ def frozen_pages(
     levels: Iterable[Level],
     prompt: int,
     new: int,
-    budget: int,
+    budget: int | Sequence[int],
     page_size: int = DEFAULT_PAGE_SIZE,
     slack_pages: int = DEFAULT_SLACK_PAGES,
 ) -> int:
     """Pages all units hold for a request whose prompt was frozen, ``new`` tokens later.
 
-    A unit without a window holds the pages of ``budget`` kept tokens and those from the prompt's
-    end on; a windowed one holds what it always does.
+    A unit without a window holds the pages of its kept tokens and those from the prompt's end on; a
+    windowed one holds what it always does. ``budget``: kept tokens of every unit without a window,
+    or of each of them.
+
+    Raises:
+        PolicyError: not one budget for each unit without a window.
     """
+    levels = tuple(levels)
     length = prompt + new
     tail = ceil_div(length, page_size) - prompt // page_size
-    total = 0
-    for level in levels:
-        held = held_pages(level, length, page_size, slack_pages)
-        if level.is_full:
-            held = ceil_div(budget, page_size) + tail
-        total += len(level.units) * held
-    return total
+    full = sum(len(level.units) for level in levels if level.is_full)
+    kept = [budget] * full if isinstance(budget, int) else budget
+    if len(kept) != full:
+        raise PolicyError(f"{full} units without a window, found {len(kept)} budgets")
+    windowed = (level for level in levels if not level.is_full)
+    total = request_pages(windowed, length, page_size, slack_pages) + full * tail
+    return total + sum(ceil_div(int(tokens), page_size) for tokens in kept)
 
 
 def peak_bytes(

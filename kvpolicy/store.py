@@ -88,12 +88,22 @@ def resolve(
         if point is not None:
             raise PolicyError(f"built-in policy {spec!r} has no points, found {point!r}")
         return ResolvedPolicy(spec, BUILT_IN[spec](geom))
-    if _is_folder(spec):
-        artifact = load_artifact(spec, geom)
-    else:
-        artifact = load_artifact(_lookup(spec, geom, search), geom)
+    artifact = find_artifact(spec, geom, search)
     name = point if point is not None else artifact.manifest.default_point
     return ResolvedPolicy(artifact.policy_id, artifact.policy(name, geom), artifact, name)
+
+
+def find_artifact(
+    spec: str,
+    geom: ModelGeometry | None = None,
+    search: Sequence[str | Path] | None = None,
+) -> Artifact:
+    """The artifact at a folder, or of ``name[@version]``, verified.
+
+    With ``geom`` it must be made for such a model; without, for any. Raises PolicyError as
+    ``resolve``.
+    """
+    return load_artifact(spec if _is_folder(spec) else _lookup(spec, geom, search), geom)
 
 
 def _is_folder(spec: str) -> bool:
@@ -101,7 +111,7 @@ def _is_folder(spec: str) -> bool:
     return (Path(spec) / MANIFEST_FILE).is_file() or (os.sep in spec and Path(spec).is_dir())
 
 
-def _lookup(spec: str, geom: ModelGeometry, search: Sequence[str | Path] | None) -> Path:
+def _lookup(spec: str, geom: ModelGeometry | None, search: Sequence[str | Path] | None) -> Path:
     name, _, version = spec.partition("@")
     if not name or os.sep in spec or any(mark in spec for mark in "*?["):
         raise PolicyError(
@@ -109,7 +119,7 @@ def _lookup(spec: str, geom: ModelGeometry, search: Sequence[str | Path] | None)
         )
     roots = search_roots() if search is None else [Path(root) for root in search]
     folders = find_folders(roots, name, version or "*")
-    fitting = [f for f in folders if _made_for(f, geom)]
+    fitting = [f for f in folders if geom is None or _made_for(f, geom)]
     if not folders:
         where = ", ".join(map(str, roots)) or "no folder"
         raise PolicyError(f"no policy {spec!r} found (searched {where}; ${SEARCH_VARIABLE} adds)")

@@ -9,9 +9,10 @@ from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.bootstrap import Interval, paired_interval
 from loadtest.quality_contenders import Kind
 from loadtest.quality_results import Comparison, Result, Row
-from loadtest.quality_stats import Interval, agreement, paired_interval
+from loadtest.quality_stats import agreement
 
 ALL = "all"
 MEASURES: dict[str, Callable[[Row], list[tuple[str, float]]]] = {

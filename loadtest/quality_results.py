@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvpolicy.bootstrap import Interval
 from loadtest.errors import UserError
 from loadtest.model_fetch import sha256_file
-from loadtest.quality_stats import Interval
 from loadtest.result_files import write_json
 
 RESULT_FILE = "quality.json"

@@ -17,6 +17,7 @@ from calib_cluster.corpora.generated import Size
 from calib_cluster.corpora.specs import load_corpora
 from calib_cluster.errors import CalibrationError
 
+LEAST = "the smallest window plus sinks"
 LIKELY_CHARACTERS = 4  # a token of ordinary text; only the order of documents depends on it
 
 
@@ -85,11 +86,12 @@ def load_prompts(
 
 def choose_prompts(
     corpora: Sequence[Corpus], tokenizer, *, prompts: int, length: int, min_length: int,
-    seed: int, chat_template: bool = False,
+    seed: int, chat_template: bool = False, least: str = LEAST,
 ) -> PromptSet:  # fmt: skip
-    """``load_prompts`` of corpora that are loaded already."""
+    """``load_prompts`` of corpora that are loaded already; ``least`` says what ``min_length`` is,
+    for the message about texts that are too short."""
     _check(len(corpora), prompts, length, min_length)
-    maker = _Maker(tokenizer, length, min_length, seed, chat_template)
+    maker = _Maker(tokenizer, length, min_length, seed, chat_template, least)
     chosen = _in_turn(_Unique(corpora).streams(maker), prompts)
     if len(chosen) < prompts:
         raise CalibrationError(
@@ -113,7 +115,7 @@ def _check(corpora: int, prompts: int, length: int, min_length: int) -> None:
     if length <= min_length:
         raise CalibrationError(
             f"prompts of {length} tokens are too short: they must be longer than {min_length}, "
-            "the smallest window plus sinks"
+            f"{LEAST}"
         )
 
 
@@ -121,9 +123,9 @@ class _Maker:
     """Turns a document into its prompts."""
 
     def __init__(
-        self, tokenizer, length: int, min_length: int, seed: int, chat_template: bool
+        self, tokenizer, length: int, min_length: int, seed: int, chat_template: bool, least: str
     ) -> None:
-        self.length, self.min_length, self.seed = length, min_length, seed
+        self.length, self.min_length, self.seed, self.least = length, min_length, seed, least
         self._encode = plain_encoder(tokenizer)
         self._bos = tuple(bos(tokenizer))
         self._chat = ChatFormat(tokenizer) if chat_template else None
@@ -189,7 +191,7 @@ class _Unique:
         if not given:
             raise CalibrationError(
                 f"corpus {corpus.label!r}: all {len(documents)} documents are shorter than "
-                f"{maker.min_length + 1} tokens, one more than the smallest window plus sinks; "
+                f"{maker.min_length + 1} tokens, one more than {maker.least}; "
                 "give longer texts"
             )
 

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 from calib_cluster.report import words
 from calib_cluster.report.data import ReportInput
 from calib_cluster.report.markup import node
-from calib_cluster.report.parts import only, scroll_table
+from calib_cluster.report.parts import layer_map, only, scroll_table
 from kvpolicy.geometry import LayerGeometry, LayerKind
 from kvpolicy.windows import FULL
 
@@ -71,15 +71,8 @@ def _legend(data: ReportInput, index: int) -> Element:
 
 
 def _map(data: ReportInput, index: int) -> Element:
-    layers = enumerate(data.geometry.attention_layers)
-    strips = [_layer(data, index, row, layer) for row, layer in layers]
-    grid = node("div", strips, cls="map", role="list")
-    return node("div", grid, cls="box")
-
-
-def _layer(data: ReportInput, index: int, row: int, layer: LayerGeometry) -> Element:
-    cells = [_cell(data, index, row, layer, head) for head in range(layer.num_kv_heads)]
-    return node("div", node("i", layer.layer_id), cells, role="listitem")
+    layers = data.geometry.attention_layers
+    return layer_map(layers, lambda row, head: _cell(data, index, row, layers[row], head))
 
 
 def _cell(data: ReportInput, index: int, row: int, layer: LayerGeometry, head: int) -> Element:

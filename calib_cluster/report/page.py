@@ -7,14 +7,11 @@ from xml.etree.ElementTree import Element
 from calib_cluster.report.data import ReportInput
 from calib_cluster.report.heatmap import scale, share_bars, window_maps
 from calib_cluster.report.margins import margin_blocks, margin_table
-from calib_cluster.report.markup import node, to_bytes
-from calib_cluster.report.parts import section
+from calib_cluster.report.markup import to_bytes
+from calib_cluster.report.parts import document, picker, section
 from calib_cluster.report.points import headline, points_meaning, points_table, residency_charts
 from calib_cluster.report.provenance import evidence_table, provenance
 from calib_cluster.report.style import stylesheet
-
-# nothing may be fetched, whatever a name in the data looks like
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def render_report(data: ReportInput) -> bytes:
@@ -22,45 +19,24 @@ def render_report(data: ReportInput) -> bytes:
 
     It needs no network and no script, and the same input gives the same bytes.
     """
-    return to_bytes(node("html", _head(data), _body(data), lang="en"))
+    title = f"{data.model_name}: windows of {data.policy_name}"
+    styles = stylesheet(len(data.points), len(data.levels))
+    return to_bytes(document(title, styles, *_body(data)))
 
 
-def _head(data: ReportInput) -> Element:
-    return node(
-        "head",
-        node("meta", charset="utf-8"),
-        node("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        node("meta", http_equiv="Content-Security-Policy", content=_CONTENT_POLICY),
-        node("link", rel="icon", href="data:,"),
-        node("title", f"{data.model_name}: windows of {data.policy_name}"),
-        node("style", stylesheet(len(data.points), len(data.levels))),
-    )
-
-
-def _body(data: ReportInput) -> Element:
-    return node(
-        "body",
+def _body(data: ReportInput) -> list[Element]:
+    names = [point.name for point in data.points]
+    return [
         headline(data),
         section("Points", points_meaning(data), points_table(data)),
         _residency(data),
         _shares(data),
-        _picker(data),
+        picker("Point", names, data.default_index, "point shown"),
         _windows(data),
         _margins(data),
         _evidence(data),
         _provenance(data),
-    )
-
-
-def _picker(data: ReportInput) -> Element:
-    """One radio button a point; the styles show the parts of the one that is on."""
-    choices = []
-    for index, point in enumerate(data.points):
-        on = {"checked": ""} if index == data.default_index else {}
-        button = node("input", type="radio", name="point", id=f"pick{index}", **on)
-        key = node("span", cls="key")
-        choices.append(node("label", button, key, node("span", point.name), cls=f"p{index}"))
-    return node("nav", node("span", "Point"), choices, aria_label="point shown")
+    ]
 
 
 def _residency(data: ReportInput) -> Element:

@@ -27,6 +27,13 @@ def point_colours(count: int, dark: bool) -> list[str]:
     return _steps(_POINTS_DARK if dark else _POINTS, count)
 
 
+def blend(colours: Sequence[str], parts: Sequence[float]) -> str:
+    """The mean of ``colours`` by ``parts``, which sum to 1."""
+    rows = [_rgb(colour) for colour in colours]
+    mixed = (sum(part * row[i] for part, row in zip(parts, rows, strict=True)) for i in range(3))
+    return "#" + "".join(f"{min(round(value), 255):02x}" for value in mixed)
+
+
 def ink(background: str) -> str:
     """Black or white, whichever reads better on ``background`` (contrast is always over 4.5)."""
     luminance = _luminance(_rgb(background))

@@ -7,7 +7,9 @@ from xml.etree.ElementTree import Element
 from calib_cluster.report import words
 from calib_cluster.report.data import ReportInput
 from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import header, row, scroll_table
+from calib_cluster.report.parts import definitions, header, row, scroll_table
+from kvpolicy.geometry import ModelGeometry
+from kvpolicy.manifest import CalibrationRecord
 
 
 def evidence_table(data: ReportInput) -> Element:
@@ -23,7 +25,14 @@ def evidence_table(data: ReportInput) -> Element:
 
 def provenance(data: ReportInput) -> list[Element]:
     """Everything needed to make the policy again."""
-    record, geom = data.calibration, data.geometry
+    parts = record_parts(data.calibration, data.geometry)
+    if data.held_out is not None:
+        parts += _corpora("Held-out texts (sha256)", data.held_out.corpora)
+    return parts
+
+
+def record_parts(record: CalibrationRecord, geom: ModelGeometry) -> list[Element]:
+    """A calibration record: counts, every setting, and the texts."""
     facts: list[tuple[str, Child]] = [
         ("method", record.method),
         ("prompts", f"{record.prompts:,}"),
@@ -32,12 +41,9 @@ def provenance(data: ReportInput) -> list[Element]:
         ("code version", node("code", record.code_version)),
         ("model config", node("code", geom.config_hash or words.NOTHING)),
         ("geometry", node("code", geom.fingerprint())),
-        *((name, _setting(value)) for name, value in sorted(record.hyperparameters.items())),
+        *((name, setting(value)) for name, value in sorted(record.hyperparameters.items())),
     ]
-    parts = [_definitions(facts), *_corpora("Calibration texts (sha256)", record.corpora)]
-    if data.held_out is not None:
-        parts += _corpora("Held-out texts (sha256)", data.held_out.corpora)
-    return parts
+    return [definitions(facts), *_corpora("Calibration texts (sha256)", record.corpora)]
 
 
 def _meter(part: float) -> Element | None:
@@ -46,21 +52,17 @@ def _meter(part: float) -> Element | None:
     return node("div", cls="meter", style=f"width:{100 * part:.1f}%")
 
 
-def _setting(value: object) -> str:
+def setting(value: object) -> str:
+    """A setting's value for people."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ", ".join(map(_setting, value))
+        return ", ".join(map(setting, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _definitions(facts: list[tuple[str, Child]]) -> Element:
-    rows = [node("div", node("dt", name), node("dd", value)) for name, value in facts]
-    return node("dl", rows)
 
 
 def _corpora(title: str, corpora: dict[str, str]) -> list[Element]:
     items = [(name, node("code", digest)) for name, digest in sorted(corpora.items())]
-    return [node("h3", title), _definitions(items)]
+    return [node("h3", title), definitions(items)]

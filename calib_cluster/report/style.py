@@ -71,7 +71,7 @@ figcaption{font-size:14px;max-width:38em}
 .link{stroke:var(--c,var(--soft))}
 .chart .name{fill:var(--c,var(--soft))}
 .dot{fill:var(--c)}
-.chart .count{fill:var(--c)}
+.chart .count{fill:var(--c,var(--soft))}
 """
 _PICKER = """
 nav{position:sticky;top:0;z-index:1;max-height:40vh;overflow:auto;display:flex;flex-wrap:wrap;gap:6px;align-items:center;
@@ -121,10 +121,10 @@ dl div{grid-template-columns:1fr;gap:0}}
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 
 
-def stylesheet(points: int, levels: int) -> str:
-    """Every rule of a page with that many points and window levels."""
+def stylesheet(points: int, levels: int, more: str = "") -> str:
+    """Every rule of a page with that many points and levels of colour, and ``more`` of its own."""
     dark = f"@media (prefers-color-scheme:dark){{{_colours(points, levels, dark=True)}}}"
-    fixed = (_BASE, _TABLES, _CHARTS, _PICKER, _MAP, _PHONE)
+    fixed = (_BASE, _TABLES, _CHARTS, _PICKER, _MAP, more, _PHONE)
     return "".join(
         (*fixed, _colours(points, levels, dark=False), dark, _dashes(points), _picks(points))
     )

@@ -39,13 +39,13 @@ def loss_rewards(records: RewardRecords, baseline: bool = True) -> np.ndarray:
             prompts differ by far more than actions do.
     """
     rewards = -(records["nll_compressed"] - records["nll_full"])
-    return rewards - _group_means(records, rewards) if baseline else rewards
+    return rewards - group_means(records, rewards) if baseline else rewards
 
 
 def gate_penalties(records: RewardRecords, beta: float = BETA, baseline: bool = True) -> np.ndarray:
     """float64 [n, L]: ``beta / T * Psi`` of each layer, what eq. 2 takes off the gate's rewards."""
     penalties = beta * records["psi"] / records["context"][:, None]
-    return penalties - _group_means(records, penalties) if baseline else penalties
+    return penalties - group_means(records, penalties) if baseline else penalties
 
 
 def drawn(records: RewardRecords) -> np.ndarray:
@@ -85,7 +85,7 @@ def gate_records(
     return BanditRecords(states, actions, rewards[rows, place], rows, shape)
 
 
-def _group_means(records: RewardRecords, rewards: np.ndarray) -> np.ndarray:
+def group_means(records: RewardRecords, rewards: np.ndarray) -> np.ndarray:
     """Means of ``rewards`` [n, ...] over evaluations of the same prompt and budget."""
     _, prompts = np.unique(records["prompt"].astype(str), return_inverse=True)
     pairs = np.stack([prompts, records["budget"]], axis=1)

@@ -11,6 +11,7 @@ from calib_cluster.errors import CalibrationError
 from calib_cluster.rewards.actions import ALL, ActionGrid, Draws
 
 BEHAVIOURS = ("factorial", "one-at-a-time")
+EPSILON = 0.6
 
 
 def prompt_id(prompt: Sequence[int], continuation: Sequence[int]) -> str:
@@ -40,6 +41,36 @@ def factorial(
         rng.integers(0, len(grid.weights), (count, units), dtype=np.uint8),
         rng.integers(0, len(grid.thresholds), (count, layers), dtype=np.uint8),
         np.full(count, ALL, dtype=np.int32),
+    )
+
+
+def mixed(
+    rng: np.random.Generator,
+    count: int,
+    layers: int,
+    base_shares: np.ndarray,
+    base_mixtures: np.ndarray,
+    grid: ActionGrid,
+    epsilon: float = EPSILON,
+) -> Draws:
+    """Factorial draws of a rule that mixes: of each unit, share and mixture are each drawn anew
+    with probability ``epsilon`` and are else the base's (indices [U]).
+
+    A policy is only worth what its units do together, so most stay where they would be served.
+    """
+    units = len(base_shares)
+    _check(count, units, layers)
+
+    def drawn(base: np.ndarray, actions: int) -> np.ndarray:
+        other = rng.integers(0, actions, (count, units), dtype=np.uint8)
+        return np.where(rng.random((count, units)) < epsilon, other, base.astype(np.uint8))
+
+    return Draws(
+        np.zeros((count, units), np.uint8),
+        np.zeros((count, layers), np.uint8),
+        np.full(count, ALL, dtype=np.int32),
+        drawn(base_shares, len(grid.shares)),
+        drawn(base_mixtures, len(grid.quotas)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from calib_cluster.errors import CalibrationError
 from calib_cluster.rewards.actions import ActionGrid, Draws
@@ -12,6 +13,7 @@ from calib_cluster.rewards.behaviour import (
     BEHAVIOURS,
     draw_generator,
     factorial,
+    mixed,
     one_at_a_time,
     prompt_id,
 )
@@ -24,11 +26,13 @@ from kvpolicy.retention import RetentionRule, RetentionTables
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt of T tokens, the C that follow it, and the corpus both come from."""
+    """A prompt of T tokens, the C that follow it, and the corpus both come from; the continuation's
+    first ``scored`` tokens are given and do not count."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
     corpus: str
+    scored: int = 0
 
     @property
     def name(self) -> str:
@@ -44,6 +48,8 @@ class Collector:
         header: rule, actions and risk cells of the records.
         seed: of the draws; together with prompt and budget it decides them.
         tables: what ``one-at-a-time`` varies around; None: weights 1 and thresholds .9.
+        base: share and mixture indices [U] that draws of a rule that mixes vary around; None:
+            shares nearest to 1 and the grid's first mixture.
         batch: distinct kept sets scored at once.
 
     Raises:
@@ -57,6 +63,7 @@ class Collector:
         seed: int = 0,
         tables: RetentionTables | None = None,
         batch: int = BATCH,
+        base: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         if header.behaviour not in BEHAVIOURS:
             raise CalibrationError(
@@ -66,6 +73,9 @@ class Collector:
             raise CalibrationError("reward records are for other units than the model's")
         self._model, self._header = model, header
         self._seed, self._tables, self._batch = seed, tables, batch
+        self._mix_base = base
+        weights = np.array(header.query_weights, np.float32)
+        self._query_weights = torch.from_numpy(weights) if header.rule.mixes else None
 
     @staticmethod
     def header(
@@ -74,8 +84,9 @@ class Collector:
         grid: ActionGrid,
         behaviour: str,
         risk: RiskGrid,
+        query_weights: tuple[tuple[float, ...], ...] = (),
     ) -> RecordHeader:
-        """The header of records of ``model``."""
+        """The header of records of ``model``; ``query_weights`` [U][G] of a rule that mixes."""
         return RecordHeader(
             model_config=model.geometry.config_hash,
             rule=rule,
@@ -85,11 +96,14 @@ class Collector:
             heads=tuple(model.units.heads.tolist()),
             entropy_edges=risk.entropy_edges,
             perplexity_edges=risk.perplexity_edges,
+            query_weights=query_weights,
         )
 
     def prefill(self, task: Task) -> Prefill:
         """Run the prompt once: its risks, and all that ``collect`` needs of it."""
-        return self._model.prefill(task.prompt, task.continuation, self._header.rule.observe)
+        rule = self._header.rule
+        focus = rule.focus if rule.mixes else 0
+        return self._model.prefill(task.prompt, task.continuation, rule.observe, focus)
 
     def collect(
         self, task: Task, prefill: Prefill, budget: int, count: int, part: int = 0
@@ -103,16 +117,27 @@ class Collector:
         bins = self._header.risk.bins(*risks)
         draws = self._draw(task, budget, count, part, (int(bins[0]), int(bins[1])))
         found = evaluate(
-            self._model, prefill, self._header.rule, budget, draws, self._header.grid, self._batch
-        )
+            self._model, prefill, self._header.rule, budget, draws, self._header.grid, self._batch,
+            task.scored, self._query_weights,
+        )  # fmt: skip
         return self._records(task, prefill, budget, draws, found)
 
     def _draw(self, task: Task, budget: int, count: int, part: int, cell: tuple[int, int]) -> Draws:
         units, grid = self._model.units, self._header.grid
         rng = draw_generator(self._seed, task.name, budget, part)
+        if self._header.rule.mixes:
+            return mixed(rng, count, len(units.layer_ids), *self._mixtures(), grid)
         if self._header.behaviour == "factorial":
             return factorial(rng, count, len(units), len(units.layer_ids), grid)
         return one_at_a_time(rng, count, *self._base(budget, cell), grid)
+
+    def _mixtures(self) -> tuple[np.ndarray, np.ndarray]:
+        """Share and mixture indices that draws vary around."""
+        if self._mix_base is not None:
+            return self._mix_base
+        units = len(self._model.units)
+        even = int(np.abs(np.array(self._header.grid.shares) - 1).argmin())
+        return np.full(units, even), np.zeros(units, np.int64)
 
     def _base(self, budget: int, cell: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """Action indices of the current tables: weights [U], and thresholds [L] of the cell."""
@@ -138,6 +163,7 @@ class Collector:
             "corpus": task.corpus,
             "context": len(task.prompt),
             "continuation": len(task.continuation),
+            "scored": task.scored,
             "budget": budget,
             "nll_full": found.nll_full,
             "entropy": entropy,
@@ -149,10 +175,13 @@ class Collector:
             "varied": draws.varied,
             "weights": draws.weights,
             "thresholds": draws.thresholds,
+            "shares": draws.shares,
+            "mixtures": draws.mixtures,
             "kept": found.kept,
             "psi": found.psi,
             "kept_set": found.kept_set,
             "nll_compressed": found.nll_compressed,
+            "divergence": found.divergence,
         }
         repeated = {
             name: np.full(len(draws), value, dtype=numpy_type(COLUMNS[name].kind))

@@ -12,6 +12,7 @@ from calib_cluster.rewards.actions import ActionGrid, Draws
 from calib_cluster.rewards.model import Prefill
 from calib_cluster.rewards.units import FreezingUnits
 from kvpolicy.retention import RetentionRule, layer_max, utility
+from kvpolicy.retention.mix import merged, source_ranks, unit_budgets
 from kvpolicy.retention.select import select
 
 
@@ -39,8 +40,10 @@ def keep(
     budget: int,
     draws: Draws,
     grid: ActionGrid,
+    query_weights: torch.Tensor | None = None,
 ) -> KeptSets:
-    """Equations 4, 6 and 8 with every draw's weights and thresholds.
+    """Equations 4, 6 and 8 with every draw's weights and thresholds; of a rule that mixes, every
+    draw's shares and mixtures, with ``query_weights`` [U, G].
 
     Raises:
         CalibrationError: the budget is not in 1..T-1 (a freeze leaves such prompts alone), or the
@@ -53,6 +56,8 @@ def keep(
         )
     if prefill.window != min(rule.observe, prefill.length):
         raise CalibrationError(f"the prompt was not observed through {rule.observe} tokens")
+    if rule.mixes:
+        return _mixed(prefill, rule, budget, draws, grid, query_weights)
     device = prefill.mass.device
     layers = torch.from_numpy(units.layers).to(device)
     plain = utility(prefill.mass, prefill.value_norms, layers, rule, prefill.window)
@@ -73,3 +78,31 @@ def keep(
         torch.stack([kept.counts for kept in capped]),
         torch.stack(free),
     )
+
+
+def _mixed(
+    prefill: Prefill,
+    rule: RetentionRule,
+    budget: int,
+    draws: Draws,
+    grid: ActionGrid,
+    query_weights: torch.Tensor | None,
+) -> KeptSets:
+    """Draws of shares and mixtures: all keep the same number in all, so nothing is over budget."""
+    if query_weights is None or prefill.squares is None:
+        raise CalibrationError("a rule that mixes needs query weights and the prompt's focus")
+    device, length = prefill.mass.device, prefill.length
+    ranks = source_ranks(prefill.mass, prefill.focus(query_weights), rule)
+    quotas = torch.tensor(grid.quotas, device=device)
+    by_mixture = torch.stack([merged(ranks, row.expand(len(ranks), -1)) for row in quotas])
+    units = torch.arange(len(ranks), device=device)
+    shares = np.array(grid.shares)[draws.shares]
+    counts = np.stack([unit_budgets(row, budget, length, rule.least) for row in shares])
+    chosen = torch.from_numpy(draws.mixtures.astype(np.int64)).to(device)
+    width = int(counts.max())
+    kept = [
+        select(by_mixture[mixture, units], None, row, rule, width).positions
+        for mixture, row in zip(chosen, torch.from_numpy(counts).to(device), strict=True)
+    ]
+    counts = torch.from_numpy(counts).to(device)
+    return KeptSets(torch.stack(kept), counts, torch.full_like(counts, budget))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from calib_cluster.attention import HeadInputs
 from calib_cluster.capture import VOCAB_ROWS, LayerArguments, SteppedModel, _attention_task
 from calib_cluster.errors import CalibrationError
 from calib_cluster.rewards.attention import History, attend_continuation
+from calib_cluster.rewards.copies import Copied, CopyScores
 from calib_cluster.rewards.sharing import branches, set_keys
 from calib_cluster.rewards.units import FreezingUnits
 from kvpolicy.geometry import ModelGeometry
-from kvpolicy.retention import semantic_risk, structural_risk, window_mass
+from kvpolicy.retention import Focus, focus_mass, semantic_risk, structural_risk, window_mass
 
 MIN_CONTINUATION = 2  # the first token is predicted by the prompt alone, whatever is kept
 
@@ -27,7 +29,9 @@ class Prefill:
     Fields: ``length`` T; ``continuation`` C token ids; ``window`` W observed queries; ``mass`` and
     ``value_norms`` float32 [U, T] as ``kvpolicy.retention`` takes them; ``nll_sum`` (float32 0-d)
     and ``nll_count`` of the observed tokens; ``losses`` float32 [C], nats of each continuation
-    token with the full cache; ``history`` by layer id.
+    token with the full cache; ``history`` by layer id; ``outputs`` [C - 1, hidden], the last
+    layer's output that predicts each continuation token but the first; ``squares`` float32
+    [U, G, T], ``focus_mass`` of the last queries (None unless asked for).
     """
 
     length: int
@@ -39,6 +43,13 @@ class Prefill:
     nll_count: int
     losses: torch.Tensor
     history: dict[int, History]
+    outputs: torch.Tensor
+    squares: torch.Tensor | None = None
+
+    def focus(self, query_weights: torch.Tensor) -> Focus:
+        """What a rule that mixes looks at, given a weight [U, G] of every query head."""
+        weights = query_weights.to(self.squares)[..., None]
+        return Focus(self.squares.mean(dim=1), (self.squares * weights).sum(dim=(0, 1)))
 
     @property
     def entropy(self) -> float:
@@ -66,13 +77,18 @@ class RewardModel(SteppedModel):
 
     @torch.inference_mode()
     def prefill(
-        self, prompt: Sequence[int], continuation: Sequence[int], observe: int = 64
+        self,
+        prompt: Sequence[int],
+        continuation: Sequence[int],
+        observe: int = 64,
+        focus: int = 0,
     ) -> Prefill:
         """Run prompt and continuation once with the full cache, keeping what a freeze needs.
 
         Args:
             prompt, continuation: T >= 1 and C >= 2 token ids.
             observe: observation window of the rule, W = min(observe, T).
+            focus: of a rule that mixes, its last queries; 0 for other rules.
 
         Raises:
             CalibrationError: too few tokens, or a loss that is not finite.
@@ -84,15 +100,17 @@ class RewardModel(SteppedModel):
                 f"{len(continuation)}"
             )
         ids = [*prompt, *continuation]
-        hidden, history, masses, norms = self.embed(ids[:-1]), {}, [], []
+        hidden, history, masses, norms, squares = self.embed(ids[:-1]), {}, [], [], []
         for layer in self.geometry.layers:
             seen: list[HeadInputs] = []
             hidden = self._watched(layer.layer_id, hidden, seen)
             kept = History.of(seen[0], length, layer.native_window)
             history[layer.layer_id] = kept
             if layer.layer_id in self.units.slices:
-                masses.append(_mass(seen[0], length, window))
+                masses.append(_observed(window_mass, seen[0], length, window))
                 norms.append(torch.linalg.vector_norm(kept.values, dim=-1, dtype=torch.float32))
+                if focus:
+                    squares.append(_observed(focus_mass, seen[0], length, min(focus, window)))
         first = max(1, length - window)
         losses = self._losses(hidden[:, first - 1 :], ids[first:])
         if not torch.isfinite(losses).all():
@@ -101,7 +119,25 @@ class RewardModel(SteppedModel):
         return Prefill(
             length, tuple(continuation), window, torch.cat(masses), torch.cat(norms),
             observed.sum(), len(observed), losses[length - first :], history,
+            hidden[0, length:].clone(), torch.cat(squares) if focus else None,
         )  # fmt: skip
+
+    @torch.inference_mode()
+    def copies(
+        self, prompt: Sequence[int], continuation: Sequence[int], scored: int = 0
+    ) -> CopyScores:
+        """Copy scores of every query head of the freezing units, on one prompt run in full.
+
+        ``scored``: the first continuation token that counts.
+        """
+        copied = Copied(prompt, continuation, scored)
+        hidden, found = self.embed([*prompt, *continuation][:-1]), []
+        for layer in self.geometry.layers:
+            seen: list[HeadInputs] = []
+            hidden = self._watched(layer.layer_id, hidden, seen)
+            if layer.layer_id in self.units.slices:
+                found.append(copied.scores(seen[0]).cpu().numpy())
+        return CopyScores(np.concatenate(found), len(copied.rows))
 
     def _watched(self, layer: int, hidden: torch.Tensor, seen: list[HeadInputs]) -> torch.Tensor:
         rule = self._rule(self.geometry.layers[layer], None, 0)
@@ -137,6 +173,46 @@ class RewardModel(SteppedModel):
             float32 [N, C] in nats. Time and memory grow with the distinct kept sets and with
             ``width``, not with T.
         """
+        return self.continuation_scores(prefill, positions)[0]
+
+    @torch.inference_mode()
+    def continuation_scores(
+        self, prefill: Prefill, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses as ``continuation_losses``, and how far the predictions move.
+
+        Returns:
+            (losses, KL(full || kept) in nats): float32 [N, C] both; the first token's divergence
+            is 0.
+        """
+        hidden, last = self.continuation_hidden(prefill, positions)
+        rows, count = hidden.shape[:2]
+        targets = torch.tensor(prefill.continuation[1:], device=hidden.device)
+        losses, moved = hidden.new_empty(rows, count), hidden.new_empty(rows, count)
+        for start in range(0, count, VOCAB_ROWS):
+            part = slice(start, start + VOCAB_ROWS)
+            ids, wanted = prefill.continuation[:-1][part], targets[part, None]
+            full = self._logits(ids, prefill.outputs[None, part]).log_softmax(-1)
+            for row in range(rows):
+                found = self._logits(ids, hidden[row, part][None]).log_softmax(-1)
+                losses[row, part] = -found.gather(1, wanted)[:, 0]
+                moved[row, part] = (full.exp() * (full - found)).sum(-1)
+        first = prefill.losses[:1].expand(len(positions), 1)
+        still = torch.zeros_like(first)
+        return torch.cat([first, losses[last]], dim=1), torch.cat([still, moved[last]], dim=1)
+
+    @torch.inference_mode()
+    def continuation_hidden(
+        self, prefill: Prefill, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last layer's output for the continuation's tokens but the last one.
+
+        Args:
+            positions: as ``continuation_losses`` takes them.
+
+        Returns:
+            ([n, C - 1, hidden], int64 [N]): a row of each distinct kept set, and each draw's row.
+        """
         keys = set_keys(positions.cpu().numpy(), self.units.slices.values())
         steps, last = branches(keys)
         ahead = dict(zip(self.units.layer_ids, steps, strict=True))
@@ -153,11 +229,7 @@ class RewardModel(SteppedModel):
             if rows not in arguments:
                 arguments[rows] = self._embed_rows(prefill, rows)[1]
             hidden = self._continue(layer, hidden, arguments[rows], visible)
-        losses = self._losses(hidden, list(prefill.continuation[1:]) * rows).unflatten(
-            0, (-1, count)
-        )
-        first = prefill.losses[:1].expand(len(positions), 1)
-        return torch.cat([first, losses[torch.from_numpy(last).to(losses.device)]], dim=1)
+        return hidden[0].unflatten(0, (-1, count)), torch.from_numpy(last).to(hidden.device)
 
     def _embed_rows(self, prefill: Prefill, rows: int) -> tuple[torch.Tensor, LayerArguments]:
         """Embedding [1, rows * (C - 1), hidden] of the continuation, repeated, and what layers get.
@@ -205,10 +277,10 @@ class RewardModel(SteppedModel):
         return torch.cat(blocks)
 
 
-def _mass(inputs: HeadInputs, length: int, window: int) -> torch.Tensor:
-    """float32 [H, T]: window mass of a layer's prompt."""
+def _observed(mass: Callable, inputs: HeadInputs, length: int, window: int) -> torch.Tensor:
+    """``mass`` (``window_mass`` or ``focus_mass``) of a prompt's last ``window`` queries."""
     heads = inputs.k.shape[0]
     q = inputs.q[:, length - window : length].unflatten(0, (heads, -1)).permute(2, 0, 1, 3)
     at = torch.arange(length, device=q.device)
     cap = inputs.softcap or 0.0
-    return window_mass(q, inputs.k[:, :length], at[length - window :], at, inputs.scaling, cap)
+    return mass(q, inputs.k[:, :length], at[length - window :], at, inputs.scaling, cap)

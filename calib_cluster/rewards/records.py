@@ -20,7 +20,7 @@ from calib_cluster.rewards.risk import RiskGrid
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.retention import RetentionRule
 
-FORMAT = 1
+FORMAT = 2
 HEADER = b"raggedkv.rewards"
 
 
@@ -29,7 +29,8 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Fields: ``model_config`` (sha256 of the configuration); ``rule`` and ``grid``; ``behaviour``;
     ``layers``, ``heads`` of the U units (rows of the tables) in the order of the columns; the
-    edges behind the stored bins; ``format`` of this module.
+    edges behind the stored bins; ``query_weights`` of a rule that mixes, [U, G]; ``format`` of
+    this module.
     """
 
     model_config: str
@@ -40,6 +41,7 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heads: tuple[int, ...]
     entropy_edges: tuple[float, ...] = ()
     perplexity_edges: tuple[float, ...] = ()
+    query_weights: tuple[tuple[float, ...], ...] = ()
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -47,6 +49,8 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CalibrationError(f"reward records of format {self.format}, accepted is {FORMAT}")
         if not self.layers or len(self.layers) != len(self.heads):
             raise CalibrationError("reward records need a layer and a head for every unit")
+        if len(self.query_weights) != (len(self.layers) if self.rule.mixes else 0):
+            raise CalibrationError("reward records of a mix need every unit's query weights")
 
     @property
     def units(self) -> int:
@@ -76,15 +80,19 @@ COLUMNS = {
     "corpus": Column(pa.string()),
     "context": Column(pa.int32()),
     "continuation": Column(pa.int32()),
+    "scored": Column(pa.int32()),
     "budget": Column(pa.int32()),
     "varied": Column(pa.int32()),
     "weights": Column(pa.uint8(), "units"),
     "thresholds": Column(pa.uint8(), "layers"),
+    "shares": Column(pa.uint8(), "units"),
+    "mixtures": Column(pa.uint8(), "units"),
     "kept": Column(pa.int32(), "units"),
     "psi": Column(pa.float64(), "layers"),
     "kept_set": Column(pa.int32()),
     "nll_full": Column(pa.float64()),
     "nll_compressed": Column(pa.float64()),
+    "divergence": Column(pa.float64()),
     "entropy": Column(pa.float32()),
     "perplexity": Column(pa.float32()),
     "entropy_bin": Column(pa.int16()),
@@ -97,10 +105,12 @@ class RewardRecords:
     """n evaluations of one model, rule and action grid. ``columns`` maps each name to [n, ...].
 
     ``prompt`` (``behaviour.prompt_id``) and ``corpus`` str; ``context`` T, ``continuation`` C and
-    ``budget`` B in tokens; ``varied``, ``weights`` [n, U] and ``thresholds`` [n, L] as in
-    ``actions.Draws``; ``kept`` [n, U] tokens; ``psi`` [n, L] tokens over budget; ``kept_set`` equal
-    for draws of the same prompt and budget that kept the same; ``nll_full``, ``nll_compressed``
-    mean nats a continuation token; ``entropy``, ``perplexity`` of the prompt and their bins.
+    ``budget`` B in tokens, ``scored`` the first continuation token that counts; ``varied``,
+    ``weights``, ``shares``, ``mixtures`` [n, U] and ``thresholds`` [n, L] as in ``actions.Draws``;
+    ``kept`` [n, U] tokens; ``psi`` [n, L] tokens over budget; ``kept_set`` equal for draws of the
+    same prompt and budget that kept the same; ``nll_full``, ``nll_compressed`` mean nats a scored
+    token, ``divergence`` KL(full || compressed) of them; ``entropy``, ``perplexity`` of the prompt
+    and their bins.
 
     Raises:
         CalibrationError: a column is missing, of another length or type, or holds a value out of
@@ -134,6 +144,9 @@ class RewardRecords:
         ranges = {
             "weights": (0, len(header.grid.weights) - 1),
             "thresholds": (0, len(header.grid.thresholds) - 1),
+            "shares": (0, len(header.grid.shares) - 1),
+            "mixtures": (0, len(header.grid.quotas) - 1),
+            "scored": (0, np.inf),
             "varied": (ALL, states - 1),
             "budget": (1, np.inf),
             "kept": (1, np.inf),

@@ -9,15 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvpolicy.retention.rule import RULES, RetentionRule
+from kvpolicy.retention.mix_tables import MixTables
+from kvpolicy.retention.rule import RULES, SOURCES, RetentionRule
 from kvpolicy.retention.tables import RetentionTables
 from kvpolicy.retention.units import retention_units
 
 if TYPE_CHECKING:
     from kvpolicy.retention.freeze import DeviceTables, Retained, retain
+    from kvpolicy.retention.mix import Focus
     from kvpolicy.retention.risk import bin_of, semantic_risk, structural_risk
     from kvpolicy.retention.scores import (
         alpha,
+        focus_mass,
         layer_max,
         pooled,
         utility,
@@ -32,10 +35,12 @@ _TORCH_NAMES = {
     "DeviceTables": "freeze",
     "Retained": "freeze",
     "retain": "freeze",
+    "Focus": "mix",
     "bin_of": "risk",
     "semantic_risk": "risk",
     "structural_risk": "risk",
     "alpha": "scores",
+    "focus_mass": "scores",
     "layer_max": "scores",
     "pooled": "scores",
     "utility": "scores",
@@ -46,13 +51,17 @@ _TORCH_NAMES = {
 
 __all__ = [
     "RULES",
+    "SOURCES",
     "DeviceTables",
+    "Focus",
     "Kept",
+    "MixTables",
     "Retained",
     "RetentionRule",
     "RetentionTables",
     "alpha",
     "bin_of",
+    "focus_mass",
     "layer_max",
     "pooled",
     "retain",

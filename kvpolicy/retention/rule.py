@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import msgspec
@@ -13,10 +14,16 @@ _CHOICES = {
     "alpha_scope": ("global", "layer", "head"),
     "gate": ("table", "off"),
     "share": ("layer", "head"),
+    "mix": ("off", "table"),
 }
+_LEAST = {"observe": 1, "pool": 1, "floor": 1, "recent": 1, "sinks": 0, "focus": 1}
+
+SOURCES = ("window", "focus", "retrieval")
+"""Orders of tokens that a mix draws from (see ``kvpolicy.retention.mix``)."""
 
 
-class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+# omit_defaults: a rule that does not use an option is written as before there was that option
+class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a prompt's tokens are scored and selected; the defaults are the paper's Algorithm 1.
 
     Fields:
@@ -30,9 +37,17 @@ class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             budget alone decides.
         floor: this many top-scored tokens stay even below the threshold (within the budget).
         share: ``layer``: one kept set for all heads of a layer (eq. 6); ``head``: each its own.
+        mix: ``table``: instead of by eq. 4 to 6, each unit orders tokens by its compiled mixture of
+            ``SOURCES`` and keeps its compiled share of the budget; needs ``share`` head and
+            ``gate`` off.
+        sinks: this many first tokens are always kept, inside the budget.
+        recent: this many last tokens are always kept, inside the budget (more with
+            ``keep_window``).
+        focus: the last queries that the ``focus`` and ``retrieval`` sources of a mix look at.
 
     Raises:
-        PolicyError: a value out of range.
+        PolicyError: a value out of range, or a mix with a gate, with shared sets or with a focus
+            beyond the observation window.
     """
 
     name: str
@@ -43,13 +58,22 @@ class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gate: Literal["table", "off"] = "table"
     floor: int = 1
     share: Literal["layer", "head"] = "layer"
+    mix: Literal["off", "table"] = "off"
+    sinks: int = 0
+    recent: int = 1
+    focus: int = 8
 
     def __post_init__(self) -> None:
+        for field in _CHOICES:  # omit_defaults compares by identity, which pickling loses
+            if isinstance(value := getattr(self, field), str):
+                msgspec.structs.force_setattr(self, field, sys.intern(value))
         check_name(self.name, "retention rule name")
-        for field in ("observe", "pool", "floor"):
+        for field, least in _LEAST.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PolicyError(f"retention {field} must be an integer >= 1, found {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise PolicyError(
+                    f"retention {field} must be an integer >= {least}, found {value!r}"
+                )
         if self.pool % 2 == 0:
             raise PolicyError(f"retention pool must be an odd kernel, found {self.pool}")
         if not isinstance(self.keep_window, bool):
@@ -60,6 +84,37 @@ class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise PolicyError(
                     f"retention {field} must be {' or '.join(accepted)}, found {value!r}"
                 )
+        if self.mixes:
+            self._check_mix()
+
+    def _check_mix(self) -> None:
+        if (self.gate, self.share) != ("off", "head"):
+            raise PolicyError("retention mix=table needs gate=off and share=head")
+        if self.focus > self.observe:
+            raise PolicyError(
+                f"retention focus must be within the {self.observe} observed positions, found "
+                f"{self.focus}"
+            )
+
+    @property
+    def mixes(self) -> bool:
+        """True if tokens are ordered by compiled mixtures."""
+        return self.mix == "table"
+
+    @property
+    def last_kept(self) -> int:
+        """This many last tokens are always kept, as far as the budget allows."""
+        return max(self.recent, self.observe if self.keep_window else 1)
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens a unit of a mix keeps, if the budget allows: those always kept."""
+        return self.sinks + self.last_kept
+
+    @property
+    def compiled_budgets(self) -> bool:
+        """True if the tables have a row per budget."""
+        return self.gate == "table" or self.mixes
 
     @property
     def departures(self) -> dict[str, str | int | bool]:
@@ -72,9 +127,12 @@ class RetentionRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def options(self) -> str:
-        """Every option but the name, as ``observe=64 alpha_scope=global …``."""
-        values = msgspec.structs.asdict(self)
-        return " ".join(f"{field}={values[field]}" for field in self.__struct_fields__[1:])
+        """Every option but the name, as ``observe=64 alpha_scope=global …``; those beyond the
+        paper's algorithm (from ``mix`` on) only if they are used."""
+        values, names = msgspec.structs.asdict(self), self.__struct_fields__
+        beyond = names.index("mix")
+        shown = [name for i, name in enumerate(names) if i < beyond or name in self.departures]
+        return " ".join(f"{name}={values[name]}" for name in shown[1:])
 
 
 RULES: dict[str, RetentionRule] = {
@@ -82,5 +140,9 @@ RULES: dict[str, RetentionRule] = {
     "head": RetentionRule(
         "head", alpha_scope="head", pool=5, keep_window=True, gate="off", share="head"
     ),
+    "mix": RetentionRule(
+        "mix", alpha_scope="head", pool=5, gate="off", share="head", mix="table", sinks=4, recent=16
+    ),
 }
-"""``paper``: Algorithm 1 literally. ``head``: every unit keeps its own pooled top tokens."""
+"""``paper``: Algorithm 1 literally. ``head``: every unit keeps its own pooled top tokens. ``mix``:
+every unit its compiled share of the budget, by its compiled mixture of orders."""

@@ -6,6 +6,8 @@ on the device of their arguments and never make a GPU wait for the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,33 +45,75 @@ def window_mass(
         float32 [H, S], accumulated in float32 whatever the dtypes; rows without any visible key
         add nothing.
     """
-    n, heads, group, _ = q.shape
-    rows = q.permute(1, 0, 2, 3).reshape(heads, n * group, -1).float() * scale
-    row_positions = query_positions[:, None].expand(n, group).reshape(-1, 1)
+    _, heads, group, _ = q.shape
+    logits = _Logits(q, k, query_positions, key_positions, scale, logit_cap, block)
+    if len(logits.starts) == 1:
+        first = key_positions.masked_fill(key_positions < 0, torch.iinfo(torch.int64).max).min()
+        sees = (logits.row_positions >= first).T.float()
+        weights = logits.block(0, torch.finfo(torch.float32).min).softmax(-1)
+        return torch.matmul(sees, weights)[:, 0] / group
+    mass = logits.rows.new_zeros((heads, k.shape[1]))
+    for start, weights in logits.weights():
+        mass[:, start : start + block] = weights.sum(1) / group
+    return mass
 
-    def logits(start: int, nothing: float = -torch.inf) -> Tensor:
-        keys = k[:, start : start + block].float()
-        found = torch.matmul(rows, keys.transpose(1, 2))
-        if logit_cap > 0:
-            found = logit_cap * torch.tanh(found / logit_cap)
-        positions = key_positions[start : start + block]
-        hidden = (positions < 0) | (positions > row_positions)
+
+def focus_mass(
+    q: Tensor,
+    k: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scale: float,
+    logit_cap: float = 0.0,
+    block: int = 4096,
+) -> Tensor:
+    """Squared attention that queries pay to each key, one sum for every query head.
+
+    ``focus[h, g, s] = sum_i softmax_s(scale * q[i, h, g] . k[h, s])^2``: where a query looks hard
+    at one key, that key stands out more than in the plain sum. Additive over rows.
+
+    Args: as ``window_mass``. Returns float32 [H, G, S].
+    """
+    n, heads, group, _ = q.shape
+    logits = _Logits(q, k, query_positions, key_positions, scale, logit_cap, block)
+    focus = logits.rows.new_zeros((heads, group, k.shape[1]))
+    for start, weights in logits.weights():
+        focus[..., start : start + block] = weights.square().unflatten(1, (n, group)).sum(1)
+    return focus
+
+
+class _Logits:
+    """Logits of observation rows against keys, a block of keys at a time.
+
+    ``rows`` float32 [H, n * G, D], scaled; ``row_positions`` int64 [n * G, 1].
+    """
+
+    def __init__(self, q, k, query_positions, key_positions, scale, logit_cap, block) -> None:
+        n, heads, group, _ = q.shape
+        self.rows = q.permute(1, 0, 2, 3).reshape(heads, n * group, -1).float() * scale
+        self.row_positions = query_positions[:, None].expand(n, group).reshape(-1, 1)
+        self.starts = range(0, k.shape[1], block)
+        self._k, self._key_positions = k, key_positions
+        self._cap, self._size = logit_cap, block
+
+    def block(self, start: int, nothing: float = -torch.inf) -> Tensor:
+        """[H, n * G, block], ``nothing`` where a row does not see the key."""
+        part = slice(start, start + self._size)
+        found = torch.matmul(self.rows, self._k[:, part].float().transpose(1, 2))
+        if self._cap > 0:
+            found = self._cap * torch.tanh(found / self._cap)
+        positions = self._key_positions[part]
+        hidden = (positions < 0) | (positions > self.row_positions)
         return found.masked_fill_(hidden, nothing)
 
-    starts = range(0, k.shape[1], block)
-    if len(starts) == 1:
-        first = key_positions.masked_fill(key_positions < 0, torch.iinfo(torch.int64).max).min()
-        sees = (row_positions >= first).T.float()
-        weights = logits(0, torch.finfo(torch.float32).min).softmax(-1)
-        return torch.matmul(sees, weights)[:, 0] / group
-    norm = rows.new_full((heads, n * group), -torch.inf)
-    for start in starts:
-        norm = torch.logaddexp(norm, torch.logsumexp(logits(start), dim=-1))
-    norm = norm.masked_fill(norm == -torch.inf, 0.0)[..., None]
-    mass = rows.new_zeros((heads, k.shape[1]))
-    for start in starts:
-        mass[:, start : start + block] = torch.exp(logits(start) - norm).sum(1) / group
-    return mass
+    def weights(self) -> Iterator[tuple[int, Tensor]]:
+        """(start, softmax weights [H, n * G, block]) of every block; 0 for rows that see none."""
+        norm = self.rows.new_full(self.rows.shape[:2], -torch.inf)
+        for start in self.starts:
+            norm = torch.logaddexp(norm, torch.logsumexp(self.block(start), dim=-1))
+        norm = norm.masked_fill(norm == -torch.inf, 0.0)[..., None]
+        for start in self.starts:
+            yield start, torch.exp(self.block(start) - norm)
 
 
 def value_ratio(norms: Tensor) -> Tensor:

@@ -24,15 +24,16 @@ def select(
 ) -> Kept:
     """Eq. 8 per row: the candidates, or the best B of them if there are more.
 
-    Always kept: the last token, or with ``rule.keep_window`` the last min(W, B) tokens; they count
-    inside B. Candidates are the tokens at or above the threshold and the ``rule.floor`` best ones.
+    Always kept: the last min(``rule.recent``, B) tokens (with ``rule.keep_window`` the last
+    min(W, B)) and, as far as B then allows, the first ``rule.sinks``; they count inside B.
+    Candidates are the tokens at or above the threshold and the ``rule.floor`` best ones.
     Of equal scores the lower position wins. Fewer than B may remain.
 
     Args:
         scores: float32 [R, T], finite; T >= 1.
         thresholds: float32 [R], or None: every token is a candidate.
         budgets: int64 [R], B of each row; below 1 counts as 1, above ``width`` as ``width``.
-        rule: ``observe``, ``keep_window`` and ``floor``.
+        rule: ``observe``, ``keep_window``, ``recent``, ``sinks`` and ``floor``.
         width: columns of the result, at least 1.
 
     Returns:
@@ -40,11 +41,13 @@ def select(
     """
     rows, length = scores.shape
     budgets = budgets.clamp(1, width)[:, None]
-    always = budgets.clamp_max(min(rule.observe, length) if rule.keep_window else 1)
+    recent = budgets.clamp_max(min(rule.last_kept, length))
+    sinks = (budgets - recent).clamp_max(min(rule.sinks, length)).clamp_max(length - recent)
+    always = recent + sinks
     ranked = torch.sort(scores, dim=1, descending=True, stable=True)
     places = torch.arange(length, device=scores.device)
 
-    protected = ranked.indices >= length - always
+    protected = (ranked.indices >= length - recent) | (ranked.indices < sinks)
     candidate = ~protected
     if thresholds is not None:
         candidate &= (ranked.values >= thresholds[:, None]) | (places < rule.floor)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from calib_cluster import job
+from calib_cluster import command, compile_command, compile_job, job
 from calib_cluster.cluster import Pool, connected
 from calib_cluster.job import CalibrationJob, JobOutcome, JobPlan
 from calib_cluster.run_state import RunState
 from calib_cluster.seqcalib import SeqCalib, Settings
-from calib_cluster.worker import CalibrationWorker, WorkerSpec, worker_spec
+from calib_cluster.worker import CalibrationWorker, ModelWorker, WorkerSpec, worker_spec
 from kvpolicy.geometry import read_geometry
 
 Ids = Sequence[int]
@@ -26,8 +26,14 @@ Ids = Sequence[int]
 class InProcessPool(Pool):
     """A pool whose workers are plain objects of this process."""
 
-    def __init__(self, spec: WorkerSpec, count: int, say: Callable[[str], None]) -> None:
-        self._workers = [CalibrationWorker(spec) for _ in range(count)]
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        count: int,
+        say: Callable[[str], None],
+        kind: type[ModelWorker] = CalibrationWorker,
+    ) -> None:
+        self._workers = [kind(spec) for _ in range(count)]
         self._history = [[] for _ in range(count)]
         self._restarts = 0
 
@@ -36,6 +42,10 @@ class InProcessPool(Pool):
     ) -> list[Any]:
         each = arguments if arguments is not None else [()] * self.count
         return [getattr(w, method)(*args) for w, args in zip(self._workers, each, strict=True)]
+
+    def each(self, method: str, items: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
+        for i in reversed(range(len(items))):  # no order is promised
+            yield i, getattr(self._workers[i % self.count], method)(*items[i])
 
 
 @contextmanager
@@ -47,6 +57,17 @@ def _torch_settings_kept() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """Commands that run in this process have plain objects of it as their workers."""
+    with pytest.MonkeyPatch.context() as patch, _torch_settings_kept():
+        for module in (job, compile_job):
+            patch.setattr(module, "Pool", InProcessPool)
+        for module in (command, compile_command):
+            patch.setattr(module, "connected", lambda *_: nullcontext())
+        yield
 
 
 def make_plan(model: Path, prompts: Sequence[Ids], settings: Settings, workers: int = 1) -> JobPlan:

@@ -110,33 +110,34 @@ def _fill(attention: torch.nn.Module, layer: Layer) -> None:
         getattr(attention, name).weight.zero_()
         getattr(attention, name).bias.zero_()
     flag = HIDDEN**0.5  # of the first token after RMSNorm
-    key = _pairs(range(BUSY))
+    key = pairs(range(BUSY))
     for head, queries in enumerate(layer.heads):
         rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
         attention.k_proj.bias[rows] = key
         if layer.first_key:
-            attention.k_proj.weight[rows, FLAG] = (_pairs([STILL]) - key) / flag
+            attention.k_proj.weight[rows, FLAG] = (pairs([STILL]) - key) / flag
         attention.v_proj.weight[rows] = torch.eye(HIDDEN)
         if not layer.carries_flag:
             attention.v_proj.weight[rows, FLAG] = 0
         for i, query in enumerate(queries):
-            _fill_query(attention.q_proj, head * GROUP + i, query)
+            fill_query(attention.q_proj, head * GROUP + i, query)
     attention.o_proj.weight[FLAG, FLAG] = layer.passes_flag
 
 
-def _fill_query(projection: torch.nn.Linear, head: int, query: Query) -> None:
+def fill_query(projection: torch.nn.Linear, head: int, query: Query) -> None:
+    """Make query head ``head`` look for what ``query`` says."""
     rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
     unit = HEAD_DIM**0.5  # undoes the scaling of logits
     if query.back is not None:
-        projection.bias[rows] += unit * SHARPNESS * _pairs(range(BUSY), -query.back)
+        projection.bias[rows] += unit * SHARPNESS * pairs(range(BUSY), -query.back)
     first = query.first * BUSY * SHARPNESS + query.first_bonus
-    projection.bias[rows] += unit * first * _pairs([STILL])
+    projection.bias[rows] += unit * first * pairs([STILL])
     if query.flagged is not None:
         # the flag is at least 1 where it is set: five times the unflagged part
-        projection.weight[rows, FLAG] = 5 * unit * SHARPNESS * _pairs(range(BUSY), -query.flagged)
+        projection.weight[rows, FLAG] = 5 * unit * SHARPNESS * pairs(range(BUSY), -query.flagged)
 
 
-def _pairs(which: Sequence[int], position: int = 0) -> torch.Tensor:
+def pairs(which: Sequence[int], position: int = 0) -> torch.Tensor:
     """[HEAD_DIM]: unit vectors in these RoPE pairs (i, i + HEAD_DIM / 2), turned to a position."""
     vector = torch.zeros(HEAD_DIM)
     for pair in which:

@@ -80,7 +80,8 @@ class World:
         reward = reward + noise * rng.normal(size=count) + 50 * (prompt % 7) + 9 * budget
         values = {
             "prompt": [f"{p:016x}" for p in prompt], "corpus": "made up", "context": 16,
-            "continuation": 8, "budget": np.array(self.budgets)[budget], "varied": ALL,
+            "continuation": 8, "scored": 0, "shares": 0, "mixtures": 0, "divergence": 0.0,
+            "budget": np.array(self.budgets)[budget], "varied": ALL,
             "weights": weights, "thresholds": thresholds, "kept": 1, "psi": 0.0,
             "kept_set": np.arange(count), "nll_full": 0.0, "nll_compressed": -reward,
             "entropy": entropy * 0.5, "perplexity": 1.0 + perplexity,

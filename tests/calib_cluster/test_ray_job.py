@@ -13,6 +13,7 @@ import pytest
 
 from kvpolicy.artifact import load_artifact
 from tests.calib_cluster.tiny import ROOT, Calibration, environment, wait_for
+from tests.calib_cluster.tiny_compile import PROMPTS, TinyCompile
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -53,10 +54,16 @@ def _answers(port: int) -> bool:
 
 def _submit(address: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     command = [RAY, "job", "submit", "--address", address, "--working-dir", ".", "--"]
-    return subprocess.run(
-        [*command, sys.executable, "-m", "calib_cluster", *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+
+    def submitted() -> subprocess.CompletedProcess[str] | None:
+        done = subprocess.run(
+            [*command, sys.executable, "-m", "calib_cluster", *arguments],
+            cwd=ROOT, env=environment(), capture_output=True, text=True,
+        )  # fmt: skip
+        # a head node answers before it takes jobs
+        return None if "No available agent" in done.stderr else done
+
+    return wait_for(submitted, timeout=120)
 
 
 @pytest.mark.slow
@@ -80,3 +87,21 @@ def test_submitted_job_writes_where_ray_was_started(
     greedy = _submit(address, [*arguments, "--workers", "3", "--restart"])
     assert greedy.returncode != 0
     assert "the Ray cluster has 2" in greedy.stdout
+
+
+@pytest.mark.slow
+def test_submitted_compile_keeps_its_records_where_ray_was_started(
+    head: tuple[str, Path], tiny_model: Path
+) -> None:
+    """So that a later job may fit them again, by a relative path too."""
+    address, folder = head
+    made = TinyCompile(tiny_model, Path("compiled"))
+    done = _submit(address, made.arguments("--workers", "2"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"prompt {PROMPTS} of {PROMPTS}" in done.stdout
+    (manifest,) = folder.glob("compiled/tiny-llama/compilerkv/*/manifest.json")
+    assert load_artifact(manifest.parent).manifest.retention.calibration.method == "cql"
+
+    again = _submit(address, made.fit_arguments("--alpha", "0", "--name", "alpha0"))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(list(folder.glob("compiled/tiny-llama/alpha0/*/manifest.json"))) == 1

@@ -61,9 +61,9 @@ def test_duplicates_are_scored_once_and_get_the_same_loss(pair, rng, monkeypatch
     """One freezing layer and few tokens to move: many draws keep the same."""
     model, item = pair("gemma3").model, task(rng)
     scored = []
-    plain = model.continuation_losses
+    plain = model.continuation_scores
     monkeypatch.setattr(
-        model, "continuation_losses", lambda p, sets: scored.append(len(sets)) or plain(p, sets)
+        model, "continuation_scores", lambda p, sets: scored.append(len(sets)) or plain(p, sets)
     )
     made = collector(model, batch=4)
     records = collect(made, item)

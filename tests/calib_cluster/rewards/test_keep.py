@@ -168,7 +168,9 @@ def test_one_at_a_time_moves_one_state_and_names_it(rng):
     base = np.array([3, 8, 8, 20]), np.array([0, 10])
     draws = one_at_a_time(rng, 3000, *base, PAPER_GRID)
     seen = np.zeros((6, 29), int)
-    for weights, thresholds, varied in zip(*vars(draws).values(), strict=True):
+    for weights, thresholds, varied in zip(
+        draws.weights, draws.thresholds, draws.varied, strict=True
+    ):
         actions, still = np.concatenate([weights, thresholds]), np.concatenate(base)
         seen[varied, actions[varied]] += 1
         actions[varied] = still[varied]

@@ -37,15 +37,19 @@ def made(count: int = 6, seed: int = 0, header: RecordHeader = HEAD, **changes) 
         "corpus": ["kjv"] * count,
         "context": 16,
         "continuation": 8,
+        "scored": 0,
         "budget": [4 if i < count / 2 else 8 for i in range(count)],
         "varied": ALL,
         "weights": rng.integers(0, 29, (count, 3)),
         "thresholds": rng.integers(0, 21, (count, 2)),
+        "shares": 0,
+        "mixtures": 0,
         "kept": rng.integers(1, 8, (count, 3)),
         "psi": rng.integers(0, 9, (count, 2)),
         "kept_set": np.arange(count),
         "nll_full": rng.random(count),
         "nll_compressed": rng.random(count),
+        "divergence": rng.random(count),
         "entropy": rng.random(count),
         "perplexity": rng.random(count) * 12,
         "entropy_bin": rng.integers(0, 2, count),
@@ -128,9 +132,9 @@ def rewrite(path, change) -> None:
         (lambda t: t.append_column("more", t["budget"]), "not those of its header"),
         (
             lambda t: t.replace_schema_metadata(
-                {HEADER: t.schema.metadata[HEADER].replace(b'"format":1', b'"format":2')}
+                {HEADER: t.schema.metadata[HEADER].replace(b'"format":2', b'"format":3')}
             ),
-            "format 2",
+            "format 3",
         ),
         (
             lambda t: t.replace_schema_metadata(
