@@ -10,9 +10,10 @@ worth is logarithmic, the best shares under a budget are in proportion to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from calib_cluster.compile_effects import Effects, Factor
 from calib_cluster.compile_learn import CompileSettings, learn
@@ -30,7 +31,8 @@ class CompiledMix:
     """Tables of a rule that mixes and what supports them.
 
     Fields: ``worth`` float64 [U], what a doubling of each unit's share adds to the standardised
-    reward; ``shares`` and ``mixtures``: the best action of each unit taken alone;
+    reward; ``heads`` and ``mixtures``: the best share and mixture of each unit taken alone, the
+    confidence of ``heads`` being that more than its share is worth something;
     ``rounds``, ``settled`` and ``residual`` as in ``compile.Compiled``.
     """
 
@@ -75,7 +77,9 @@ def fit_mix(
         for table in (0, 1):
             effects.update(table)
     grid = records.header.grid
-    worth = _slopes(*learned[0][:2], np.log2(np.array(grid.shares)))
+    worth, error = _slopes(*learned[0][:2], np.log2(np.array(grid.shares)))
+    sure = torch.special.ndtr(torch.from_numpy(worth / error)).numpy()
+    choices[0] = replace(choices[0], confidence=sure)
     mixtures = _pooled(*learned[1][:2]).argmax(axis=1)
     tables = _to_tables(records, geometry, budgets, _shares(worth, settings.even), mixtures)
     settled = not settings.joint or _same(before, choices)
@@ -129,8 +133,11 @@ def _learned(
     return learn(*columns, (len(factors), factors[0].shape[1]), settings)
 
 
-def _slopes(q: np.ndarray, found: CellStatistics, levels: np.ndarray) -> np.ndarray:
-    """float64 [U]: slope of Q on ``levels`` [A], by least squares over the records.
+def _slopes(
+    q: np.ndarray, found: CellStatistics, levels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [U] both: slope of Q on ``levels`` [A], by least squares over the records, and its
+    standard error.
 
     Not shrunk: a few units matter much and most a little, and cutting those that noise could
     explain costs more on plain text than it brings elsewhere (measured); ``even`` bounds what noise
@@ -140,7 +147,11 @@ def _slopes(q: np.ndarray, found: CellStatistics, levels: np.ndarray) -> np.ndar
     values = np.where(found.counts > 0, q, 0.0)
     centred = levels - (weights * levels).sum(axis=1, keepdims=True)
     spread = (weights * centred**2).sum(axis=1)
-    return (weights * centred * values).sum(axis=1) / np.maximum(spread, 1e-12)
+    slopes = (weights * centred * values).sum(axis=1) / np.maximum(spread, 1e-12)
+    freedom = np.maximum(found.totals - (found.counts > 0).sum(axis=1), 1)
+    variance = found.spreads.sum(axis=1) / freedom
+    error = np.sqrt(variance / np.maximum(found.totals * spread, 1e-12))
+    return slopes, np.maximum(error, 1e-12)
 
 
 def _shrunk(values: np.ndarray, noise: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from calib_cluster.errors import CalibrationError
 
 LATER = "-later"
 LEAST_LENGTH = 128
+TRIES = 50
 ANSWER = 96  # at most so many tokens of an answer
 Encode = Callable[[str], list[int]]
 
@@ -97,7 +98,7 @@ def asked_tasks(tokenizer, kind: str, count: int, length: int, seed: int) -> tup
     """``count`` tasks of ``kind`` (one of ``ASKED``), their prompts of ``length`` tokens.
 
     Raises:
-        CalibrationError: an unknown kind, or a length below 128.
+        CalibrationError: an unknown kind, or a length below 128 or too short for a question.
     """
     if kind not in ASKED:
         raise CalibrationError(f"no task {kind!r}; there are {', '.join(ASKED)}")
@@ -110,7 +111,7 @@ def asked_tasks(tokenizer, kind: str, count: int, length: int, seed: int) -> tup
 def _task(encode: Encode, start: list[int], kind: str, length: int, seed: str) -> AskedTask:
     name = kind.removesuffix(LATER)
     rng = random.Random(f"asked {kind} {seed}")
-    while True:  # a text whose needed pieces do not fit is drawn again
+    for _ in range(TRIES):  # a text whose needed pieces do not fit is drawn again
         text = _WRITERS[name](rng, 4 * length)
         question, answer = _split(encode, text)
         later = kind.endswith(LATER)
@@ -118,6 +119,11 @@ def _task(encode: Encode, start: list[int], kind: str, length: int, seed: str) -
         context = _fitted(encode, text, room, rng)
         if context is not None and len(answer) >= 2:
             break
+    else:
+        raise CalibrationError(
+            f"{kind}: what is asked for does not fit into {length} tokens of this tokenizer; give "
+            "longer prompts"
+        )
     prompt = start + context + ([] if later else question)
     continuation = (question if later else []) + answer[:ANSWER]
     return AskedTask(kind, tuple(prompt), tuple(continuation), len(question) if later else 0)

@@ -80,11 +80,11 @@ def sentence(data: RetentionReportInput) -> str:
 
 
 def support_text(data: RetentionReportInput, sure: int) -> str:
-    """How many heads' best shares are sure, and how many query heads retrieve."""
+    """For how many heads more room surely helps, and how many query heads retrieve."""
     some, total = retrieving(data.mix, data.geometry)
     return (
-        f"For {sure:,} of {words.plural(int(data.heads.sum()), 'head')} the best share is at least "
-        f"{SURE:.0%} sure. {some:,} of {words.plural(total, 'query head')} retrieve."
+        f"For {sure:,} of {words.plural(int(data.heads.sum()), 'head')} it is at least {SURE:.0%} "
+        f"sure that more room helps. {some:,} of {words.plural(total, 'query head')} retrieve."
     )
 
 
@@ -137,7 +137,9 @@ def _distribution(data: RetentionReportInput, block: int) -> Element:
         f"{short(shares.max())}, median {short(np.median(shares))}; {above:,} keep more than the "
         "budget."
     )
-    sure = sureness(data.of_heads("confidence"), "head", f"p{block}", "confidence of best shares")
+    sure = sureness(
+        data.of_heads("confidence"), "head", f"p{block}", "confidence that more room helps"
+    )
     left = node("div", figure(chart, caption), sure)
     return node("div", left, node("div", _extremes(data, block)), cls="pair lean")
 
@@ -155,7 +157,7 @@ def _extremes(data: RetentionReportInput, block: int) -> list[Element]:
     text = (
         "Those that keep most, then least: the share, "
         + ("what doubling it is worth in thousandths, " if worth is not None else "")
-        + "the mixture's number, the head's records, and how sure its best share is."
+        + "the mixture's number, the head's records, and how sure it is that more room helps."
     )
     return [node("h4", "The heads that stand out"), node("p", text),
             scroll_table([head], rows, "compact")]  # fmt: skip

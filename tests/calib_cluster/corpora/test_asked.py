@@ -50,7 +50,12 @@ def test_the_same_arguments_give_the_same_tasks_and_more_only_add():
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "message"), [("fact", 500, "no task 'fact'; there are"), ("facts", 9, "128")]
+    ("kind", "length", "message"),
+    [
+        ("fact", 500, "no task 'fact'; there are"),
+        ("facts", 9, "128"),
+        ("passages", 130, "passages: what is asked for does not fit into 130 tokens"),
+    ],
 )
 def test_bad_input_is_one_line(kind, length, message):
     with pytest.raises(CalibrationError, match=message):
