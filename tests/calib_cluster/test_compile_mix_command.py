@@ -74,10 +74,6 @@ def test_growth_keeps_the_query_weights(tiny_model: Path, tmp_path, capsys, coun
     ("extra", "message"),
     [
         (("--even", "0"), "the even part must be in (0, 1], found 0"),
-        (
-            ("--corpus", "passages", "--length", "130"),
-            "passages: what is asked for does not fit into",
-        ),
         (("--draws-per-cell", "9"), "rule mix has no gate and no risk cells"),
     ],
 )
