@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvpolicy.artifact import RESIDENCY_CONTEXTS, Artifact
 from kvpolicy.geometry import LayerKind, ModelGeometry
+from kvpolicy.manifest import Manifest
 from kvpolicy.plan import Plan, Prediction
 from kvpolicy.render_points import calibration_text, points_table, tau_range
 from kvpolicy.render_retention import retention_text, summary
@@ -125,6 +126,13 @@ def geometry_line(geom: ModelGeometry) -> str:
     )
 
 
+def _origin(manifest: Manifest) -> str:
+    """How windows and retention tables were made."""
+    compiled = manifest.retention and manifest.retention.calibration
+    parts = [part.method for part in (manifest.calibration, compiled) if part]
+    return " and ".join(parts) or "not calibrated"
+
+
 def artifact_view(artifact: Artifact, point: str | None) -> Group:
     """Everything ``show`` prints about one artifact."""
     manifest = artifact.manifest
@@ -133,7 +141,7 @@ def artifact_view(artifact: Artifact, point: str | None) -> Group:
         f"{p.name} (default)" if p.name == manifest.default_point else p.name
         for p in manifest.points
     )
-    origin = "not calibrated" if manifest.calibration is None else manifest.calibration.method
+    origin = _origin(manifest)
     head = (
         f"policy {artifact.policy_id} for {manifest.model.name}, {origin}\n"
         f"{geometry_line(artifact.geometry)}\n"
@@ -172,8 +180,7 @@ def _artifacts_table(artifacts: Sequence[Artifact]) -> Table:
         table.add_column(column, overflow="fold")
     for artifact in artifacts:
         manifest = artifact.manifest
-        calibration = manifest.calibration
-        method = "not calibrated" if calibration is None else calibration.method
+        method = _origin(manifest)
         points = f"{len(manifest.points)}, default {manifest.default_point}"
         rule = "-" if manifest.retention is None else manifest.retention.rule.name
         cells = (artifact.policy_id, manifest.model.name, method, tau_range(manifest), points)

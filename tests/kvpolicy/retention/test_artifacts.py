@@ -114,6 +114,7 @@ def test_shipped_policies_are_what_they_were(path, tmp_path):
         extra_files={f: (path.parent / f).read_bytes()
                      for f in manifest.files if f != "policy.safetensors"},
         retention=shipped.retention,
+        retention_calibration=manifest.retention and manifest.retention.calibration,
     )  # fmt: skip
     assert again.name == path.parent.name
     before, after = (json.loads((f / "manifest.json").read_text()) for f in (path.parent, again))
