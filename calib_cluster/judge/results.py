@@ -251,7 +251,11 @@ def code_hash() -> str:
 
 def command() -> list[str]:
     """The command line that is running."""
-    return ["python", "-m", "calib_cluster", *sys.argv[1:]]
+    words = sys.argv[1:]
+    for i, word in enumerate(words[:-1]):
+        if word == "--model":  # where it lay is nobody's business
+            words[i + 1] = Path(words[i + 1]).name
+    return ["python", "-m", "calib_cluster", *words]
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
