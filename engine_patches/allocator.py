@@ -320,9 +320,8 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         before = peak_pages(self.ledger.levels, prompt, 0, self.page_size) + compact
         last = peak_length(prompt + max_new, self.page_size)
         new = max(0, last - prompt)
-        return max(
-            before, frozen_pages(self.ledger.levels, prompt, new, freeze.budget, self.page_size)
-        )
+        kept = freeze.budget if freeze.unit_budgets is None else freeze.unit_budgets
+        return max(before, frozen_pages(self.ledger.levels, prompt, new, kept, self.page_size))
 
     def pages_of(self, slots: torch.Tensor) -> np.ndarray:
         """Logical pages of a tree path's slots, int64 [pages]."""

@@ -9,6 +9,7 @@ window take no part. Everything here is enqueued on the device; only ``Freeze.tr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,21 @@ import torch
 
 from engine_patches.budget import Wish
 from engine_patches.ledger import SINK_PAGE, PrivatePages
-from kvpolicy.retention import DeviceTables, RetentionTables, retain, window_mass
+from kvpolicy.retention import (
+    DeviceTables,
+    Focus,
+    RetentionTables,
+    focus_mass,
+    retain,
+    window_mass,
+)
 
 UNIT_BLOCK = 8
 """Units whose pages are gathered at once when values are measured and kept tokens copied."""
+
+PLANS = 4096
+"""Prompt lengths and budgets whose split among the units is remembered: a waiting request is
+planned anew at every look at the queue."""
 
 
 @dataclass(eq=False)
@@ -27,17 +39,22 @@ class Freeze:
     """One request's freeze, planned at admission and done by the forward that ends its prompt.
 
     Fields: ``prompt`` T; ``budget`` B < T; ``window`` W, the observed queries;
-    ``measures_loss`` whether the gate asks for the observed tokens' loss; ``mass`` f32
-    [units, T] the observed attention so far; ``nll_sum`` f32 [] and ``nll_count`` over the observed
-    tokens; ``pages`` compact pages, from the allocation of the last chunk on; ``kept_positions``
-    int64 [units, pages * P], -1 in empty slots; ``done`` once the freezing forward was launched.
+    ``measures_loss`` whether the gate asks for the observed tokens' loss; ``unit_budgets`` int64
+    [units], what each unit may keep, None: B each; ``focused`` how many of the last queries the
+    rule's ``focus`` sums over, 0 without one; ``mass`` f32 [units, T] the observed attention so
+    far, ``focus`` likewise; ``nll_sum`` f32 [] and ``nll_count`` over the observed tokens;
+    ``pages`` compact pages, from the allocation of the last chunk on; ``kept_positions`` int64
+    [units, pages * P], -1 in empty slots; ``done`` once the freezing forward was launched.
     """
 
     prompt: int
     budget: int
     window: int
     measures_loss: bool
+    unit_budgets: np.ndarray | None = None
+    focused: int = 0
     mass: torch.Tensor | None = None
+    focus: Focus | None = None
     nll_sum: torch.Tensor | None = None
     nll_count: int = 0
     pages: PrivatePages | None = None
@@ -57,10 +74,21 @@ class Freeze:
         """Longest prefix hit, in tokens, that leaves every observed token to be computed."""
         return max(0, self.first_observed - 1)
 
+    def page_counts(self, units: int, page_size: int) -> np.ndarray:
+        """Compact pages that each of so many units may fill: int64 [units]."""
+        kept = self.unit_budgets
+        if kept is None:
+            kept = np.full(units, self.budget, dtype=np.int64)
+        return -(-kept // page_size)
+
     def begin(self, units: int, device: torch.device) -> None:
         """Allocate the accumulators. Idempotent."""
-        if self.mass is None:
-            self.mass = torch.zeros(units, self.prompt, device=device)
+        if self.mass is not None:
+            return
+        self.mass = torch.zeros(units, self.prompt, device=device)
+        if self.focused:
+            own, retrieval = torch.zeros_like(self.mass), torch.zeros_like(self.mass[0])
+            self.focus = Focus(own, retrieval)
 
     def add_loss(self, losses: torch.Tensor) -> None:
         """Add the losses [n], in nats, of n observed tokens."""
@@ -73,7 +101,7 @@ class Freeze:
         if counts.is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()
-        self.mass = self.nll_sum = None
+        self.mass = self.focus = self.nll_sum = None
 
     def trim_counts(self) -> np.ndarray | None:
         """Kept tokens [units], once; None until the device has told them, or if told before."""
@@ -117,11 +145,13 @@ class FreezeReport:
         if self.reason is not None:
             return {**plain, "reason": self.reason}
         counts = self.counts.cpu().numpy()
-        per_layer = [float(counts[self.layers == x].mean()) for x in np.unique(self.layers)]
-        kept = {
-            "min": min(per_layer), "mean": float(np.mean(per_layer)), "max": max(per_layer)
-        }  # fmt: skip
-        plain |= {"frozen": True, "kept_tokens_per_layer": kept, "risk_bin": None}
+        per_layer = np.array([counts[self.layers == x].mean() for x in np.unique(self.layers)])
+        plain |= {
+            "frozen": True,
+            "kept_tokens_per_layer": _spread(per_layer),
+            "kept_tokens_per_head": _spread(counts),
+            "risk_bin": None,
+        }
         if self.bins is not None:
             plain["risk_bin"] = [int(b) for b in self.bins]
             plain["entropy"], plain["perplexity"] = (float(r) for r in self.risks)
@@ -129,6 +159,10 @@ class FreezeReport:
             rows = self.positions.tolist()
             plain["positions"] = [[p for p in row if p >= 0] for row in rows]
         return plain
+
+
+def _spread(counts: np.ndarray) -> dict[str, float]:
+    return {name: float(getattr(counts, name)()) for name in ("min", "mean", "max")}
 
 
 class Freezer:
@@ -153,6 +187,13 @@ class Freezer:
         self._layers = torch.from_numpy(layers).to(keys.device)
         self._heads = torch.from_numpy(heads).to(keys.device)
         self._tables = DeviceTables.of(tables, self._layers, self._heads, keys.device)
+        self._split = lru_cache(PLANS)(self._tables.unit_budgets)
+        if self.rule.mixes:
+            self._query_weights = torch.tensor(tables.mix.query_weights, device=keys.device)
+
+    def unit_budgets(self, budget: int, prompt: int) -> np.ndarray | None:
+        """Tokens each unit keeps of a prompt: int64 [units]; None: the budget each."""
+        return self._split(budget, prompt) if self.rule.mixes else None
 
     def plan(self, prompt: int, wish: Wish) -> Freeze | None:
         """The freeze of a prompt of ``prompt`` tokens; None if it is left alone."""
@@ -161,8 +202,15 @@ class Freezer:
         report = FreezeReport(prompt, wish.budget.of(prompt))
         report.lists_positions = wish.positions
         window = min(self.rule.observe, prompt)
-        measures_loss = self.rule.gate == "table"
-        return Freeze(prompt, report.budget, window, measures_loss, report=report)
+        return Freeze(
+            prompt,
+            report.budget,
+            window,
+            measures_loss=self.rule.gate == "table",
+            unit_budgets=self.unit_budgets(report.budget, prompt),
+            focused=min(self.rule.focus, window) if self.rule.mixes else 0,
+            report=report,
+        )
 
     def observe(
         self,
@@ -184,15 +232,24 @@ class Freezer:
             history_k: [H, S, D], slots of the pages from position 0 on, S >= ``start``.
             chunk_k: [T, H, D]; ``start`` is the position of its first token.
 
-        Side effect: adds to ``freeze.mass``.
+        Side effect: adds to ``freeze.mass`` and ``freeze.focus``.
         """
         freeze.begin(len(self._layers), q.device)
         keys = torch.cat([history_k[:, :start], chunk_k.transpose(0, 1)], dim=1)
-        positions = torch.arange(keys.shape[1], device=q.device)
-        found = window_mass(
-            q[begin:], keys, positions[start + begin :], positions, scale, logit_cap
-        )
-        freeze.mass[rows, : keys.shape[1]] += found
+        end = keys.shape[1]
+        positions = torch.arange(end, device=q.device)
+
+        def attention(measure, first: int) -> torch.Tensor:
+            queries = positions[start + first :]
+            return measure(q[first:], keys, queries, positions, scale, logit_cap)
+
+        freeze.mass[rows, :end] += attention(window_mass, begin)
+        first = max(0, freeze.prompt - freeze.focused - start)
+        if first < len(q):
+            found = attention(focus_mass, first)
+            weights = self._weights_of(rows, q.shape[2])
+            freeze.focus.own[rows, :end] += found.mean(1)
+            freeze.focus.retrieval[:end] += (weights[..., None] * found).sum((0, 1))
 
     def run(self, chunk: ObservedChunk) -> None:
         """Choose and copy what a finished prompt keeps (Algorithm 1, equations 4 to 8).
@@ -208,7 +265,7 @@ class Freezer:
             )
         found = retain(
             freeze.mass,
-            self._value_norms(chunk.pages, freeze.prompt),
+            None if self.rule.mixes else self._value_norms(chunk.pages, freeze.prompt),
             self._layers,
             self._heads,
             self._tables,
@@ -217,6 +274,7 @@ class Freezer:
             if freeze.nll_sum is None
             else freeze.nll_sum,
             max(1, freeze.nll_count),
+            freeze.focus,
         )
         kept = found.kept.positions
         self._copy(chunk.pages, freeze, kept)
@@ -230,6 +288,12 @@ class Freezer:
         freeze.finish(found.kept.counts)
 
     # -- internals -----------------------------------------------------------------------------
+
+    def _weights_of(self, rows: torch.Tensor, group: int) -> torch.Tensor:
+        """f32 [H, G]: retrieval weights of the query heads that units ``rows`` of a layer serve."""
+        first = self._heads[rows] * group
+        columns = first[:, None] + torch.arange(group, device=rows.device)
+        return self._query_weights[self._layers[rows][:, None], columns]
 
     def _value_norms(self, pages: torch.Tensor, prompt: int) -> torch.Tensor:
         """f32 [units, T]: length of every value vector."""

@@ -64,8 +64,13 @@ def compact_ahead(residents: Residents, freeze: Freeze | None) -> int:
     """Compact pages, over all units, that are still to be taken."""
     if freeze is None or freeze.pages is not None or freeze.done:
         return 0
-    k = full_level(residents.ledger)
-    return int(residents.ledger.units[k]) * ceil_div(freeze.budget, residents.page_size)
+    return int(_page_counts(residents, freeze).sum())
+
+
+def _page_counts(residents: Residents, freeze: Freeze) -> np.ndarray:
+    """Compact pages of each unit that freezes: int64 [units]."""
+    units = int(residents.ledger.units[full_level(residents.ledger)])
+    return freeze.page_counts(units, residents.page_size)
 
 
 def compact_held(freeze: Freeze | None) -> int:
@@ -90,10 +95,9 @@ def take_compact(residents: Residents, resident: Resident) -> None:
         return
     if resident.length != freeze.prompt:
         raise RuntimeError(f"a chunk ran past position {freeze.prompt}, where the prompt freezes")
-    k = full_level(ledger)
-    counts = np.full(int(ledger.units[k]), ceil_div(freeze.budget, residents.page_size))
+    counts = _page_counts(residents, freeze)
     residents.make_room(int(counts.sum()))
-    freeze.pages = ledger.take(k, counts)
+    freeze.pages = ledger.take(full_level(ledger), counts)
     slots = (*freeze.pages.ids.shape[:1], freeze.pages.ids.shape[1] * residents.page_size)
     freeze.kept_positions = torch.full(slots, -1, dtype=torch.int64, device=ledger.device)
 

@@ -7,6 +7,7 @@ processes through the environment; each process then has at most one ``Serving``
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,13 @@ from kvpolicy.store import ResolvedPolicy, resolve
 from kvpolicy.windows import Level
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from engine_patches.allocator import RaggedAllocator
     from engine_patches.freeze import Freezer
     from engine_patches.plan import DecodePlan, ExtendPlan
     from engine_patches.pool import RaggedKVPool
+    from kvpolicy.retention import DeviceTables
 
 REQUEST_VARIABLE = "RAGGEDKV_SERVE"
 """JSON of a ServeRequest. Set by the launching process, read by the processes it starts."""
@@ -107,6 +111,29 @@ class Serving:
     def wish(self, custom_params: Any) -> Wish:
         """What a request with these custom parameters gets. Raises BudgetError."""
         return wish_of(custom_params, self.request.budget, self.retention is not None)
+
+    def kept_tokens(self, prompt: int) -> int | np.ndarray | None:
+        """Tokens that each freezing unit keeps of a prompt by the server's own budget.
+
+        Returns:
+            one number for all units, int64 [units] where each has its own, None if a prompt of
+            that length keeps everything.
+        """
+        budget = self.request.budget
+        if budget is None or budget.of(prompt) >= prompt:
+            return None
+        if not self.retention.rule.mixes:
+            return budget.of(prompt)
+        return self._host_tables.unit_budgets(budget.of(prompt), prompt)
+
+    @cached_property
+    def _host_tables(self) -> DeviceTables:
+        import torch
+
+        from kvpolicy.retention import DeviceTables
+
+        _, layers, heads = (torch.from_numpy(x) for x in retention_units(self.policy))
+        return DeviceTables.of(self.retention, layers, heads, "cpu")
 
     def use_kv_dtype(self, itemsize: int) -> None:
         """Take over the KV element size in bytes that SGLang settled on."""

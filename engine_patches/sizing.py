@@ -28,9 +28,8 @@ def logical_tokens(served: Serving, page_size: int) -> int:
     dense = dense_tokens(served, page_size)
     context = served.geometry.max_context
     per_request = request_pages(served.levels, peak_length(context, page_size), page_size)
-    budget = served.request.budget
-    if budget is not None and budget.of(context) < context:
-        kept = budget.of(context)
+    kept = served.kept_tokens(context)
+    if kept is not None:
         per_request = min(per_request, frozen_pages(served.levels, context, 0, kept, page_size))
     capacity = dense // page_size * served.geometry.num_units
     fillable = capacity * context // max(1, per_request)

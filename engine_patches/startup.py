@@ -9,6 +9,7 @@ from rich.table import Table
 
 from engine_patches.serving import PAGE_SIZE, Serving
 from engine_patches.sizing import dense_tokens
+from kvpolicy.render_retention import transfer_text
 from kvpolicy.residency import ceil_div, frozen_pages, peak_bytes
 from kvpolicy.retention import retention_units
 from kvpolicy.windows import FULL, WindowPolicy
@@ -43,7 +44,7 @@ def startup_table(served: Serving, logical_tokens: int) -> str:
         now = peak_bytes(served.levels, served.geometry, context, PAGE_SIZE)
         cells = [f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now)]
         if budget is not None:
-            kept = min(now, _frozen_bytes(served, context, budget.of(context)))
+            kept = min(now, _frozen_bytes(served, context) or now)
             cells += [f"{kept / MIB:.1f}", str(arena // kept)]
         table.add_row(str(context), *cells)
     lines = [
@@ -73,10 +74,13 @@ def _point_line(served: Serving) -> str:
     return f"{name}{tau}{share}{chosen}"
 
 
-def _frozen_bytes(served: Serving, prompt: int, budget: int) -> int:
-    """Bytes a request holds right after its prompt was frozen."""
+def _frozen_bytes(served: Serving, prompt: int) -> int | None:
+    """Bytes a request holds right after its prompt was frozen; None if it is not."""
+    kept = served.kept_tokens(prompt)
+    if kept is None:
+        return None
     page = served.geometry.bytes_per_token() * PAGE_SIZE // served.geometry.num_units
-    return frozen_pages(served.levels, prompt, 0, budget, PAGE_SIZE) * page
+    return frozen_pages(served.levels, prompt, 0, kept, PAGE_SIZE) * page
 
 
 def _freeze_lines(served: Serving) -> list[str]:
@@ -86,10 +90,25 @@ def _freeze_lines(served: Serving) -> list[str]:
     rule, budget = served.retention.rule, served.request.budget
     _, layers, _ = retention_units(served.policy)
     kept = "only where a request asks for it" if budget is None else f"to {budget}"
-    return [
+    lines = [
         f"freeze: rule {rule.name}, {len(layers)} heads of {len(set(layers))} layers, {kept}; "
         "the frozen columns hold after prefill, which needs the policy's"
     ]
+    if rule.mixes:
+        lines.append(_shares_line(served))
+    origin = transfer_text(served.resolved.artifact)
+    return [*lines, f"tables {origin}"] if origin else lines
+
+
+def _shares_line(served: Serving) -> str:
+    """How unevenly a rule that mixes splits a budget among the heads."""
+    tables, budget = served.retention, served.request.budget
+    _, layers, heads = retention_units(served.policy)
+    shares = tables.mix.shares[:, layers, heads]
+    if budget is not None:
+        shares = shares[[tables.budget_index(budget.of(served.geometry.max_context))]]
+    ratios = shares / shares.mean(axis=1, keepdims=True)
+    return f"mix: heads keep {ratios.min():.2g}x to {ratios.max():.2g}x of the budget"
 
 
 def _contexts(longest: int) -> list[int]:

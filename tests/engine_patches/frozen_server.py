@@ -44,7 +44,11 @@ class FrozenServer:
             return
         wanted = self.reference.kept(prompt, budget)
         assert report["frozen"] and report["positions"] == wanted.kept
-        assert max(len(kept) for kept in wanted.kept) <= budget
+        counts = [len(kept) for kept in wanted.kept]
+        if self.reference.tables.rule.mixes:
+            assert sum(counts) == budget * len(counts)
+        else:
+            assert max(counts) <= budget
         if self.reference.tables.rule.gate == "table":
             assert report["risk_bin"] == list(wanted.bins)
         self.reference.check_frozen(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 
 from engine_patches.budget import Budget, wish_of
 from engine_patches.freeze import Freeze, Freezer, ObservedChunk
+from kvpolicy.retention import RetentionRule
+from kvpolicy.retention.mix import unit_budgets
 from tests.engine_patches.model_memory import (
     MOST_TOKENS,
     Contents,
@@ -24,6 +26,10 @@ from tests.engine_patches.model_memory import (
     Setup,
     window_pages,
 )
+from tests.kvpolicy.retention import literal
+
+LEAST = 2
+"""Tokens that a head keeps at least, as far as the budget allows, where they split it."""
 
 
 @dataclass
@@ -43,17 +49,22 @@ class ModelFreezer(Freezer):
     """Keeps what a random number says, in slots of the model's arena."""
 
     def __init__(self, setup: Setup, contents: Contents) -> None:
-        self.rule = SimpleNamespace(observe=setup.observe, gate="table")
-        (full,) = [level for level in setup.levels if level.is_full]
-        self.layers = np.arange(len(full.units))
+        self.rule = RetentionRule("model", observe=setup.observe)
+        self.layers = np.arange(len(shares_of(setup)))
+        self.setup = setup
         self.keys = self.values = torch.from_numpy(contents.slots)
         self.kept: dict[Freeze, list[np.ndarray]] = {}
-        self._random, self._lag = np.random.default_rng(len(full.units)), setup.lag
+        self._random, self._lag = np.random.default_rng(len(self.layers)), setup.lag
+
+    def unit_budgets(self, budget: int, prompt: int) -> np.ndarray | None:
+        shares = shares_of(self.setup)
+        return unit_budgets(shares, budget, prompt, LEAST) if self.setup.shares else None
 
     def run(self, chunk: ObservedChunk) -> None:
         freeze = chunk.freeze
-        rows = [self._draw(freeze) for _ in self.layers]
-        padded = np.full((len(rows), freeze.budget), -1, dtype=np.int64)
+        most = unit_keep(self.setup, freeze.prompt, freeze.budget)
+        rows = [self._draw(freeze, count) for count in most]
+        padded = np.full((len(rows), max(most)), -1, dtype=np.int64)
         for row, positions in zip(padded, rows, strict=True):
             row[: len(positions)] = positions
         self._copy(chunk.pages, freeze, torch.from_numpy(padded))
@@ -62,12 +73,26 @@ class ModelFreezer(Freezer):
         freeze._ready = Gate(lag) if lag else None
         self.kept[freeze] = rows
 
-    def _draw(self, freeze: Freeze) -> np.ndarray:
+    def _draw(self, freeze: Freeze, most: int) -> np.ndarray:
         """Positions one unit keeps; the last one always, often as many as it may."""
-        most = freeze.budget
         count = most if self._random.random() < 0.3 else int(self._random.integers(1, most + 1))
         others = self._random.permutation(freeze.prompt - 1)[: count - 1]
         return np.sort(np.append(others, freeze.prompt - 1))
+
+
+def shares_of(setup: Setup) -> tuple[float, ...]:
+    """Share of each unit that freezes."""
+    (full,) = [level for level in setup.levels if level.is_full]
+    shares = setup.shares or (1.0,)
+    return tuple(shares[i % len(shares)] for i in range(len(full.units)))
+
+
+@cache
+def unit_keep(setup: Setup, prompt: int, keep: int) -> tuple[int, ...]:
+    """Tokens that each unit may keep of a prompt that is frozen to ``keep``."""
+    if not setup.shares:
+        return (keep,) * len(shares_of(setup))
+    return tuple(literal.unit_budgets(shares_of(setup), keep, prompt, LEAST))
 
 
 def serving_of(setup: Setup, freezer: ModelFreezer | None) -> SimpleNamespace:
@@ -98,16 +123,24 @@ def budget_of(setup: Setup, custom: dict | None, prompt: int) -> int | None:
 def most_pages(setup: Setup, prompt: int, length: int, keep: int | None) -> int:
     """Most pages that a request on its own may come to pin before it has ``length`` tokens.
 
-    All levels at their worst together, as admission counts.
+    The compact pages of a prompt that is frozen count all along, as admission counts.
     """
+    if keep is None:
+        return max(_pages_at(setup, s) for s in range(length + 1))
+    compact = sum(-(-count // setup.page_size) for count in unit_keep(setup, prompt, keep))
+    before = max(_pages_at(setup, s) for s in range(prompt + 1))
+    after = max(_pages_at(setup, s, prompt) for s in range(prompt, length + 1))
+    return compact + max(before, after)
+
+
+def _pages_at(setup: Setup, length: int, frozen: int | None = None) -> int:
+    """Pages of ``length`` tokens; ``frozen`` is the length of a prompt that was frozen."""
     size, total = setup.page_size, 0
     for level in setup.levels:
-        if level.is_full and keep is not None:
-            tail = {t // size for t in range(prompt // size * size, length)}
-            pages = max(-(-prompt // size), len(tail)) + -(-keep // size)
-        else:
-            pages = max(len(window_pages(level, s, size)) for s in range(length + 1))
-        total += len(level.units) * pages
+        pages = window_pages(level, length, size)
+        if level.is_full and frozen is not None:
+            pages = {t // size for t in range(frozen // size * size, length)}
+        total += len(level.units) * len(pages)
     return total
 
 
@@ -117,7 +150,8 @@ def compact_pages(setup: Setup, req: Request) -> int:
         return 0
     gate = req.raggedkv.freeze._ready
     told = gate is None or gate.told
-    counts = [len(kept) if told else req.keep for kept in req.kept.values()]
+    most = unit_keep(setup, req.prompt, req.keep)
+    counts = [len(kept) for kept in req.kept.values()] if told else most
     return sum(-(-count // setup.page_size) for count in counts)
 
 

@@ -37,8 +37,9 @@ class Setup:
     Fields: ``ahead`` the share of a request's remaining output that admission reserves for it
     (SGLang's new-token ratio); ``hostile`` evicts whatever it may between plan and forward;
     ``freezes`` whether prompts are frozen, to ``budget`` unless a request says otherwise, by what
-    their last ``observe`` queries read; ``lag`` how many looks at the device it takes at most
-    until it has told what was kept.
+    their last ``observe`` queries read; ``shares`` in which the heads split the budget, in turn
+    (none: all keep the same); ``lag`` how many looks at the device it takes at most until it has
+    told what was kept.
     """
 
     levels: tuple[Level, ...]
@@ -52,6 +53,7 @@ class Setup:
     freezes: bool = False
     budget: Budget | None = None
     observe: int = 16
+    shares: tuple[float, ...] = ()
     lag: int = 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpolicy.artifact import PointSpec, write_artifact
 from kvpolicy.geometry import LayerKind, read_geometry
-from kvpolicy.retention import RetentionRule, RetentionTables
+from kvpolicy.retention import SOURCES, MixTables, RetentionRule, RetentionTables
 from kvpolicy.windows import FULL, WindowPolicy
 
 SIZES = (24, 64, 100, 256, FULL)
@@ -43,6 +43,8 @@ def tables(model_dir: Path, rule: RetentionRule, seed: int = 0) -> RetentionTabl
     plain = RetentionTables.uniform(geometry, rule)
     weights = rng.choice(np.arange(0.8, 1.51, 0.1), size=plain.head_weights.shape)
     plain = replace(plain, head_weights=weights.astype(np.float32))
+    if rule.mixes:
+        return replace(plain, budgets=(64, 256), mix=_mix(plain, rng))
     if rule.gate == "off":
         return plain
     budgets, edges = (64, 256), (np.array([0.5, 0.6, 0.7]), np.array([8.0, 20.0]))
@@ -54,3 +56,15 @@ def tables(model_dir: Path, rule: RetentionRule, seed: int = 0) -> RetentionTabl
         entropy_edges=edges[0].astype(np.float32),
         perplexity_edges=edges[1].astype(np.float32),
     )
+
+
+def _mix(plain: RetentionTables, rng: np.random.Generator) -> MixTables:
+    """Shares from 0.25 to 4; a third of the quotas and of the query weights are 0."""
+    cells = (2, *plain.head_weights.shape)
+    shares = np.exp(rng.uniform(np.log(0.25), np.log(4), size=cells))
+    quotas, weights = (
+        rng.uniform(0.1, 1, size=shape) * (rng.random(shape) < 2 / 3)
+        for shape in ((*cells, len(SOURCES)), plain.mix.query_weights.shape)
+    )
+    quotas[..., 0] += quotas.sum(-1) == 0
+    return MixTables(*(x.astype(np.float32) for x in (shares, quotas, weights)))

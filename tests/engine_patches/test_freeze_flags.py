@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine_patches import flags, serving
@@ -13,12 +14,17 @@ from engine_patches.budget import Budget, Wish
 from engine_patches.errors import Refusal
 from engine_patches.proof import proof
 from engine_patches.serving import ServeRequest, Serving
+from engine_patches.sizing import HEADROOM, dense_tokens, logical_tokens
 from engine_patches.startup import startup_table
+from kvpolicy.artifact import load_artifact
+from kvpolicy.cli_transfer import transfer
 from kvpolicy.geometry import read_geometry
+from kvpolicy.residency import held_pages
 from kvpolicy.retention import RULES
-from kvpolicy.windows import WindowPolicy
+from kvpolicy.windows import FULL, WindowPolicy
 from tests.engine_patches import point_policies, policies
 from tests.engine_patches.test_refusals import LLAMA, TINY, config_dir
+from tests.kvpolicy.retention import literal
 
 GEMMA = TINY | {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 64,
@@ -36,8 +42,8 @@ def gemma(tmp_path) -> Path:
     return config_dir(tmp_path / "gemma", GEMMA)
 
 
-def with_tables(model: Path, root: Path, policy: WindowPolicy) -> str:
-    tables = policies.tables(model, RULES["paper"])
+def with_tables(model: Path, root: Path, policy: WindowPolicy, rule: str = "paper") -> str:
+    tables = policies.tables(model, RULES[rule])
     return str(policies.write(policy, root, retention=tables))
 
 
@@ -164,3 +170,72 @@ def test_the_proof_and_the_start_up_table_name_the_freeze(llama, frozen):
     assert proof(alone)["prompt_budget"] is None
     assert "only where a request asks for it" in startup_table(alone, 4096)
     assert "frozen MiB" not in startup_table(alone, 4096)
+
+
+def test_the_start_up_table_says_that_tables_are_another_models(gemma, frozen, tmp_path):
+    source = load_artifact(frozen)
+    served = serve(gemma, str(transfer(source, gemma, tmp_path / "moved")))
+    served.arena_bytes = 1 << 20
+    line = f"tables transferred from {source.policy_id} ({source.manifest.model.name}) by relative"
+    lines = startup_table(served, 4096).splitlines()
+    assert any(row.startswith(line) and "not measured" in row for row in lines)
+
+
+# -- heads that split a budget -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["full", "windows"])
+def mixed(request, llama, tmp_path) -> Serving:
+    """Serves 100 tokens of every prompt, split among the heads that have no window."""
+    policy = WindowPolicy.full(read_geometry(llama))
+    if request.param == "windows":
+        policy = policies.mixed(llama, sinks=4, sizes=(64, FULL))
+    made = with_tables(llama, tmp_path / "policies", policy, "mix")
+    served = serve(llama, made, Budget(tokens=100))
+    served.arena_bytes = 1 << 28
+    return served
+
+
+def split(served: Serving, budget: int, prompt: int) -> list[int]:
+    """Exact tokens of every head without a window, in order."""
+    tables, rule = served.retention, served.retention.rule
+    row = literal.nearest_budget(tables.budgets, budget)
+    free = np.argwhere(served.policy.windows == FULL)
+    shares = [tables.mix.shares[row, layer, head] for layer, head in free]
+    return literal.unit_budgets(shares, budget, prompt, rule.sinks + rule.recent)
+
+
+def test_the_servers_budget_is_split_exactly(mixed):
+    assert mixed.kept_tokens(100) is None
+    for prompt in (101, 160, 512):
+        kept = mixed.kept_tokens(prompt).tolist()
+        assert kept == split(mixed, 100, prompt)
+        assert sum(kept) == 100 * len(kept) and len(set(kept)) > 1
+
+
+def test_a_server_without_a_split_or_a_budget_says_so(llama, frozen):
+    assert serve(llama, frozen).kept_tokens(64) is None
+    assert serve(llama, frozen).kept_tokens(65) == 64
+    assert serve(llama, frozen, None).kept_tokens(65) is None
+
+
+def test_the_start_up_table_and_the_sizes_count_each_heads_own_pages(mixed):
+    kept, page = split(mixed, 100, 512), mixed.geometry.bytes_per_token() * 16 // 8
+    full = sum(-(-n // 16) for n in kept)
+    assert full != 7 * len(kept), "an even split would take as many pages"
+    windowed = sum(len(k.units) * held_pages(k, 512) for k in mixed.levels if not k.is_full)
+    rows = [line.split("│") for line in startup_table(mixed, 4096).splitlines()]
+    (row,) = ([cell.strip() for cell in cells] for cells in rows if cells[1:] and "512" in cells[1])
+    assert row[-2] == str(mixed.arena_bytes // ((full + windowed) * page))
+    pages = dense_tokens(mixed, 16) // 16 * 8
+    wanted = HEADROOM * (pages * 512 // (full + windowed))
+    assert logical_tokens(mixed, 16) == wanted // 16 * 16
+
+
+def test_the_start_up_table_tells_how_uneven_the_split_is(mixed):
+    row = literal.nearest_budget(mixed.retention.budgets, 100)
+    shares = mixed.retention.mix.shares[row][mixed.policy.windows == FULL]
+    least, most = shares.min() / shares.mean(), shares.max() / shares.mean()
+    lines = startup_table(mixed, 4096).splitlines()
+    assert f"mix: heads keep {least:.2g}x to {most:.2g}x of the budget" in lines
+    assert any(line.startswith("freeze: rule mix, ") for line in lines)

@@ -25,6 +25,7 @@ from engine_patches.patches import (
     request_report,
 )
 from engine_patches.plan import DecodePlan, ExtendPlan
+from kvpolicy.retention import RetentionRule
 from kvpolicy.windows import FULL, Level
 
 
@@ -148,6 +149,7 @@ def test_a_report_of_a_frozen_prompt_is_plain():
         "budget": 8,
         "frozen": True,
         "kept_tokens_per_layer": {"min": 4.0, "mean": 6.0, "max": 8.0},
+        "kept_tokens_per_head": {"min": 3.0, "mean": 16 / 3, "max": 8.0},
         "risk_bin": None,
     }
     report.bins = torch.tensor(2), torch.tensor(1)
@@ -313,13 +315,15 @@ def test_a_hit_leaves_the_observed_tokens_to_be_computed(serve, limit, dead, hit
 @pytest.mark.parametrize("gate", ["table", "off"])
 @pytest.mark.parametrize("observe", [8, 64])
 def test_only_a_prompt_beyond_its_budget_is_planned_to_freeze(wish, budget, gate, observe):
-    freezer = SimpleNamespace(rule=SimpleNamespace(observe=observe, gate=gate))
-    freeze = Freezer.plan(freezer, 40, wish)
+    freezer = Freezer.__new__(Freezer)
+    freezer.rule = RetentionRule("rule", observe=observe, gate=gate)
+    freeze = freezer.plan(40, wish)
     if budget is None:
         assert freeze is None
         return
     assert (freeze.prompt, freeze.budget, freeze.window) == (40, budget, min(observe, 40))
     assert freeze.measures_loss == (gate == "table")
+    assert freeze.unit_budgets is None and freeze.focused == 0
     assert freeze.report.lists_positions == wish.positions
     assert freeze.report.budget == budget and not freeze.done
 

@@ -67,7 +67,8 @@ def setups(draw, cached: bool) -> Setup:
     levels, budget = draw(policies()), draw(budgets)
     size = draw(st.sampled_from([4, 4, 16]))
     prompt = draw(st.sampled_from([33, 49, 65, 97]))
-    sizes = Setup(levels, size, capacity=0, logical=0)
+    shares = draw(st.sampled_from([(), (0.31, 2.9), (3.7, 0.27, 0.9)]))
+    sizes = Setup(levels, size, capacity=0, logical=0, shares=shares)
     one = most_pages(sizes, prompt, prompt + 20, prompt // 2)
     return Setup(
         levels,
@@ -81,6 +82,7 @@ def setups(draw, cached: bool) -> Setup:
         freezes=True,
         budget=budget,
         observe=draw(st.sampled_from([1, 5, 16, 64])),
+        shares=shares,
         lag=draw(st.sampled_from([0, 0, 3])),
     )
 
@@ -140,6 +142,8 @@ def step(engine: Engine, name: str, *args) -> None:
         do(engine, name, *args)
     full = len(engine.levels) - 1
     for req in engine.running:
+        pages = req.raggedkv.freeze.pages if req.kept is not None else None
+        engine.events["uneven"] += pages is not None and len({*pages.counts.tolist()}) > 1
         if req.kept is not None and not engine.ledger.live[full, [n.page for n in req.lock]].all():
             engine.events["prompt evicted"] += 1
 
@@ -171,7 +175,7 @@ def run_programs(cached: bool, start: int) -> Counter[str]:
     return tally
 
 
-HAPPENED = ("frozen", "frozen again", "lost", "wait", "forced", "abort", "finish", "done")
+HAPPENED = ("frozen", "uneven", "frozen again", "lost", "wait", "forced", "abort", "finish", "done")
 
 
 @pytest.mark.parametrize("start", range(2))

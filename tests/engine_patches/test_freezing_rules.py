@@ -20,6 +20,7 @@ from tests.engine_patches.model_memory import Request, Setup
 
 ONE = (Level(0, FULL, 0, (0,)),)
 MIXED = (Level(0, 9, 4, (1,)), Level(1, FULL, 0, (0, 2)))
+SHARES = [(), (0.31, 2.9), (3.7, 0.27, 0.9)]
 OFF = {"kv_retention": "off"}
 stable = settings(deadline=None, derandomize=True, database=None)
 
@@ -120,7 +121,7 @@ def test_decoded_tokens_of_a_frozen_request_stay_out_of_the_tree():
 
 
 def keep_nine(engine: Engine) -> None:
-    engine.freezer._draw = lambda freeze: np.arange(freeze.prompt - 9, freeze.prompt)
+    engine.freezer._draw = lambda freeze, _: np.arange(freeze.prompt - 9, freeze.prompt)
 
 
 def test_surplus_pages_go_once_the_device_has_told():
@@ -197,12 +198,14 @@ def test_a_request_that_ends_in_any_phase_leaves_nothing(phase, cache):
     st.integers(1, 90),
     st.integers(1, 90),
     st.integers(3, 60),
+    st.sampled_from(SHARES),
 )
 def test_a_request_alone_comes_to_pin_what_was_reserved_and_never_more(
-    levels, size, prompt, budget, answer, chunk
+    levels, size, prompt, budget, answer, chunk, shares
 ):
     """At every moment what it pins and may still need lies between the truth and the start."""
-    engine = engine_of(levels, page_size=size, cache=False, budget=Budget(tokens=budget))
+    budget = Budget(tokens=budget)
+    engine = engine_of(levels, page_size=size, cache=False, budget=budget, shares=shares)
     engine.ask(0, 0, prompt, 1, answer)
     req, residents, ledger = engine.waiting[0], engine.residents, engine.ledger
     length = prompt + answer
@@ -219,21 +222,26 @@ def test_a_request_alone_comes_to_pin_what_was_reserved_and_never_more(
         assert ledger.peak_pinned == reserved  # its prompt and its compact pages together
 
 
-@pytest.mark.parametrize("levels", [ONE, MIXED])
-def test_compact_pages_are_reserved_until_they_are_taken(levels):
+@pytest.mark.parametrize(
+    ("levels", "kept", "pages"),
+    [(ONE, None, [3]), (MIXED, None, [3, 3]), (ONE, [9], [3]), (MIXED, [16, 2], [4, 1])],
+)
+def test_compact_pages_are_reserved_until_they_are_taken(levels, kept, pages):
     """Also in the moment between the last chunk's allocation and its forward."""
     engine = engine_of(levels, cache=False)
-    residents, freeze = engine.residents, Freeze(42, 9, 5, True)
-    full = len(levels[-1].units)
+    kept, compact = None if kept is None else np.array(kept), sum(pages)
+    residents, freeze = engine.residents, Freeze(42, 9, 5, True, kept)
     cost = residents.prefix_cost([], 50, freeze)
     resident = residents.admit([], freeze=freeze)
-    for length, ahead in ((20, 3 * full), (42, 0)):
+    for length, ahead in ((20, compact), (42, 0)):
         new = list(range(len(resident.pages) + 1, -(-length // 4) + 1))
-        assert freezing.compact_pages(residents, resident, length) == (length == 42) * 3 * full
+        assert freezing.compact_pages(residents, resident, length) == (length == 42) * compact
         residents.prepare([(resident, len(new), length)])
         residents.extend(resident, new, length)
         assert freezing.compact_ahead(residents, freeze) == ahead
         assert residents.ledger.pinned + residents.future_pages(resident, 50) == cost
+    assert freeze.pages.counts.tolist() == pages
+    assert freeze.kept_positions.shape == (len(pages), 4 * max(pages))
     freezing.settle(residents, resident)
     tail = residents.future_pages(resident, 50)
     assert freezing.compact_ahead(residents, freeze) == 0
@@ -304,10 +312,11 @@ def test_an_admitted_request_never_runs_out_of_pages(capacity):
     st.integers(2, 150),
     st.floats(0.1, 1.0),
     st.integers(1, 150),
+    st.sampled_from(SHARES),
 )
-def test_a_request_that_is_let_in_fits_an_empty_arena(levels, size, prompt, share, answer):
+def test_a_request_that_is_let_in_fits_an_empty_arena(levels, size, prompt, share, answer, shares):
     """What bounds a new request and what admits it must agree, or it waits for ever."""
-    engine = engine_of(levels, page_size=size, logical=4000)
+    engine = engine_of(levels, page_size=size, logical=4000, shares=shares)
     req = Request(0, [1] * prompt, prompt, 0, 1, custom={"kv_budget_ratio": share})
     freeze = engine.allocator.freeze_of(req)
     whole = engine.residents.prefix_cost([], prompt + answer, freeze)

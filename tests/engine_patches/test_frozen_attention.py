@@ -7,7 +7,7 @@ literal transcription of the paper over dense attention. Freed pages are NaN.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +25,7 @@ from engine_patches.residents import Resident, Residents
 from flashinfer_ext import reference
 from flashinfer_ext.contract import ArenaLayout, HeadWindow
 from kvpolicy.geometry import geometry_from_config
-from kvpolicy.retention import RULES, RetentionRule, RetentionTables
+from kvpolicy.retention import RULES, SOURCES, MixTables, RetentionRule, RetentionTables
 from kvpolicy.windows import FULL, Level
 from tests.engine_patches.test_refusals import LLAMA
 from tests.kvpolicy.retention import literal
@@ -35,6 +35,9 @@ LEVELS = (Level(0, 24, 4, (1,)), Level(1, FULL, 0, (0, 2, 3)))
 MEMBERS = {0: [(0, [0], [1]), (1, [0], [0])], 1: [(1, [1, 2], [0, 1])]}
 UNITS = (np.array([0, 1, 1]), np.array([0, 0, 1]))  # layer and head of the units that freeze
 RULE = RetentionRule("odd", observe=13, alpha_scope="layer", pool=3, floor=4, share="head")
+MIX = RetentionRule(
+    "mix", observe=13, pool=3, gate="off", share="head", mix="table", sinks=2, recent=4, focus=5
+)
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
@@ -43,8 +46,19 @@ def randoms(seed: int, *shape: int) -> torch.Tensor:
 
 
 def tables_of(rule: RetentionRule) -> RetentionTables:
-    geometry = geometry_from_config(LLAMA | {"num_hidden_layers": 2})
-    return RetentionTables.uniform(geometry, rule, weight=1.3, threshold=1.4)
+    heads = {"num_attention_heads": HEADS * GROUPS, "num_key_value_heads": HEADS}
+    geometry = geometry_from_config(LLAMA | heads | {"num_hidden_layers": 2})
+    tables = RetentionTables.uniform(geometry, rule, weight=1.3, threshold=1.4)
+    return replace(tables, mix=random_mix()) if rule.mixes else tables
+
+
+def random_mix() -> MixTables:
+    """Shares of the three units that freeze differ by 10x; each query head has its own weight."""
+    rng = np.random.default_rng(3)
+    shares = np.array([[[0.3, 9.0], [3.0, 1.1]]], np.float32)
+    quotas = rng.uniform(0.2, 1, size=(*shares.shape, len(SOURCES))).astype(np.float32)
+    weights = rng.uniform(0, 1, size=(2, HEADS * GROUPS)).astype(np.float32)
+    return MixTables(shares, quotas, weights)
 
 
 @dataclass
@@ -71,16 +85,23 @@ class Text:
         """What each freezing unit keeps, from dense attention."""
         window = min(tables.rule.observe, self.prompt)
         rows = slice(self.prompt - window, self.prompt)
-        mass, norms = [], []
+        mass, norms, own, retrieval = [], [], [], np.zeros(self.prompt)
         for layer, head in zip(*UNITS, strict=True):
             q, k, v = (x[: self.prompt, head : head + 1] for x in self.qkv[layer])
             at, every = range(self.prompt)[rows], range(self.prompt)
             seen = literal.window_mass(q[rows], k.transpose(0, 1), at, every, SCALE, cap)
             mass.append(seen[0])
             norms.append(v[:, 0].double().norm(dim=-1).numpy())
+            if tables.rule.mixes:
+                last = slice(max(0, self.prompt - tables.rule.focus), self.prompt)
+                at = every[last]
+                seen = literal.focus_mass(q[last], k.transpose(0, 1), at, every, SCALE, cap)
+                own.append(seen[0].mean(0))
+                mine = range(head * GROUPS, (head + 1) * GROUPS)
+                retrieval += tables.mix.query_weights[layer, mine].astype(float) @ seen[0]
         nlls = self.nlls[max(1, self.prompt - window) : self.prompt].tolist()
-        found = literal.retain(np.array(mass), np.array(norms), *UNITS, tables, self.budget, nlls)
-        return found.kept
+        arrays, focus = (np.array(mass), np.array(norms)), (np.array(own), retrieval)
+        return literal.retain(*arrays, *UNITS, tables, self.budget, nlls, focus).kept
 
     def dense(self, layer: int, head: int, cap: float, kept: list[int] | None) -> torch.Tensor:
         """[total, G, Dv]: ``kept`` is what queries after the prompt still see of it; None: all."""
@@ -227,7 +248,8 @@ def run_chunks(engine: TwoLayers, texts: list[Text], chunk: int, ends: list[int]
 
 
 @pytest.mark.parametrize(
-    ("rule", "cap"), [(RULE, 3.0), (RULES["head"], 0.0), (RULES["paper"], 0.0)]
+    ("rule", "cap"),
+    [(RULE, 3.0), (RULES["head"], 0.0), (RULES["paper"], 0.0), (MIX, 3.0), (MIX, 0.0)],
 )
 @pytest.mark.parametrize("chunk", [9, 16, 50])
 def test_frozen_and_plain_requests_decode_together(chunk, rule, cap):
@@ -248,10 +270,11 @@ def test_frozen_and_plain_requests_decode_together(chunk, rule, cap):
     assert engine.ledger.pinned == 0
 
 
+@pytest.mark.parametrize("rule", [RULE, MIX], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(("rest", "cap"), [(1, 0.0), (7, 3.0), (30, 0.0)])
-def test_a_resumed_answer_is_prefilled_on_the_frozen_prompt(rest, cap):
+def test_a_resumed_answer_is_prefilled_on_the_frozen_prompt(rest, cap, rule):
     """After a retraction: the prompt freezes again, its answer so far follows in chunks."""
-    engine = TwoLayers(RULE, cap)
+    engine = TwoLayers(rule, cap)
     texts = [Text(0, 75, 36, 20), Text(1000, 48, 36, None), Text(2000, 64, 36, 33)]
     for text in texts:
         engine.start(text)
@@ -273,6 +296,46 @@ def test_units_that_keep_different_counts_give_back_their_own_pages():
     assert pages.counts.tolist() == [-(-n // PAGE) for n in counts]
     engine.decode([text])
     engine.check(text)
+
+
+def test_heads_that_split_the_budget_take_the_pages_of_their_own_share():
+    engine = TwoLayers(MIX)
+    text = Text(0, 75, 20, 30)
+    engine.start(text)
+    budgets = text.resident.freeze.unit_budgets.tolist()
+    assert budgets == literal.unit_budgets([0.3, 3.0, 1.1], 30, 75, 6) and sum(budgets) == 90
+    run_chunks(engine, [text], 73, [75])
+    pages = text.resident.freeze.pages
+    assert pages.counts.tolist() == [-(-n // PAGE) for n in budgets] and len({*budgets}) == 3
+    window, tails = 4, 3  # pages: sinks and window of one head; where the others' answer goes
+    assert engine.ledger.pinned == pages.total + window + tails
+    kept = text.resident.freeze.kept_positions
+    assert (kept >= 0).sum(1).tolist() == budgets
+    engine.decode([text])
+    engine.check(text)
+
+
+def test_the_focus_is_of_the_last_queries_and_of_heads_that_freeze():
+    """Query heads count by their own weights; the rows of a chunk border add up."""
+    engine = TwoLayers(MIX)
+    weights = engine.tables.mix.query_weights.copy()
+    weights[0, GROUPS:] = 99.0  # of the head with a window
+    engine.freezer._query_weights = torch.tensor(weights)
+    text = Text(0, 75, 1, 30)
+    engine.start(text)
+    run_chunks(engine, [text], 73, [73])
+    freeze = text.resident.freeze
+    assert freeze.focused == 5
+    found = freeze.focus.own, freeze.focus.retrieval
+    rows, every, wanted = range(70, 73), range(75), np.zeros(75)
+    for u, (layer, head) in enumerate(zip(*UNITS, strict=True)):
+        q, k, _ = (x[:75, head : head + 1] for x in text.qkv[layer])
+        seen = literal.focus_mass(q[70:73], k.transpose(0, 1), rows, every, SCALE)[0]
+        np.testing.assert_allclose(found[0][u].numpy(), seen.mean(0), rtol=1e-4, atol=1e-7)
+        wanted += weights[layer, head * GROUPS : (head + 1) * GROUPS] @ seen
+    np.testing.assert_allclose(found[1].numpy(), wanted, rtol=1e-4, atol=1e-7)
+    run_chunks(engine, [text], 73, [75])
+    assert freeze.focus is None and freeze.mass is None
 
 
 def test_whole_reads_are_the_plan_where_nothing_is_frozen():

@@ -15,6 +15,7 @@ from engine_patches.freeze import Freeze, Freezer
 from engine_patches.ledger import PageLedger
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
 from engine_patches.residents import Residents
+from kvpolicy.retention import RetentionRule
 from kvpolicy.windows import FULL, Level
 
 VOCAB, PADDED, HIDDEN = 11, 16, 6
@@ -53,9 +54,10 @@ class Texts:
         ]
         self.tokens = [row.tolist() for row in self.tokens]
         self.states = [randoms(i, n, HIDDEN) for i, n in enumerate(prompts)]
-        plans = SimpleNamespace(rule=SimpleNamespace(observe=observe, gate=gate))
+        freezer = Freezer.__new__(Freezer)
+        freezer.rule = RetentionRule("rule", observe=observe, gate=gate)
         wish = Wish(None if budget is None else Budget(tokens=budget))
-        self.freezes = [Freezer.plan(plans, n, wish) for n in prompts]
+        self.freezes = [freezer.plan(n, wish) for n in prompts]
         self.running = [self.residents.admit([], freeze=freeze) for freeze in self.freezes]
 
     def forward(self, count: int, metadata=METADATA) -> ExtendPlan:

@@ -21,6 +21,10 @@ LAYERED = RetentionRule(
     "layered", observe=32, alpha_scope="layer", pool=3, gate="table", floor=40, share="layer"
 )
 RAGGED = RetentionRule("ragged", alpha_scope="global", keep_window=True, gate="table", share="head")
+MIXED = RetentionRule(
+    "mixed", observe=24, pool=1, keep_window=True, gate="off", share="head", mix="table", sinks=7,
+    focus=20,
+)  # fmt: skip
 
 
 def _native(model):
@@ -40,6 +44,9 @@ CASES = {
     "smollm2-layered": ("smollm2", LAYERED, _native, 96, 96),
     "smollm2-ragged": ("smollm2", RAGGED, _native, 80, 4096),
     "gemma3-head": ("gemma3", RULES["head"], _native, 100, 112),
+    "smollm2-mix-windows": ("smollm2", RULES["mix"], _mixed, 100, 160),
+    "smollm2-mix": ("smollm2", RULES["mix"], _native, 96, 96),
+    "gemma3-mix": ("gemma3", MIXED, _native, 100, 112),
 }
 FAST = ("smollm2-paper-windows",)
 
@@ -49,8 +56,13 @@ def _param(name: str):
 
 
 @pytest.fixture(scope="module", params=[_param(name) for name in CASES])
-def frozen(request, server_factory, tokenizer, tmp_path_factory) -> FrozenServer:
-    model_name, rule, make_policy, budget, chunk = CASES[request.param]
+def case(request) -> tuple:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def frozen(request, case, server_factory, tokenizer, tmp_path_factory) -> FrozenServer:
+    model_name, rule, make_policy, budget, chunk = case
     model = request.getfixturevalue(model_name)
     return frozen_server.start(
         server_factory, tokenizer, tmp_path_factory.mktemp("policy"), model, make_policy(model),
@@ -70,6 +82,14 @@ def test_eight_concurrent_prompts_cold_then_warm(frozen: FrozenServer):
         frozen.check(prompt, again)
         if len(prompt) > 130:
             assert first.cached_tokens == 0 < again.cached_tokens
+
+
+def test_a_chunk_border_among_the_last_queries(frozen: FrozenServer, case):
+    """A prompt alone is cut at whole chunks: what the last queries see comes from two forwards."""
+    frozen.server.flush_cache()
+    length = 2 * min(case[-1], 160) + 3
+    prompt = corpora.prompts(frozen.tokenizer, [length], seed=6)[0]
+    frozen.check(prompt, frozen.ask(prompt, 8))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +164,13 @@ def test_the_openai_api_takes_a_budget_and_reports(frozen: FrozenServer):
     report = answer["choices"][0]["meta_info"]["raggedkv"]
     assert report["frozen"] and report["budget"] == 48
     assert report["prompt_tokens"] == answer["usage"]["prompt_tokens"] > 150
-    kept = report["kept_tokens_per_layer"]
-    assert 1 <= kept["min"] <= kept["mean"] <= kept["max"] <= 48
+    layers, heads = report["kept_tokens_per_layer"], report["kept_tokens_per_head"]
+    assert 1 <= layers["min"] <= layers["mean"] <= layers["max"]
+    assert heads["min"] <= layers["min"] and layers["max"] <= heads["max"]
+    if frozen.reference.tables.rule.mixes:
+        assert heads["mean"] == 48 and heads["min"] < 48 < heads["max"]
+    else:
+        assert heads["max"] <= 48
     assert "positions" not in report
 
 

@@ -38,11 +38,16 @@ class FrozenRule:
 
 @dataclass
 class Observed:
-    """Per freezing unit: attention ``mass`` f64 [U, T] and value ``norms`` f64 [U, T]; ``nlls``."""
+    """Per freezing unit: attention ``mass`` f64 [U, T] and value ``norms`` f64 [U, T]; ``nlls``.
+
+    ``focus``: squared attention of the last ``focus`` queries, of each unit (f64 [U, T], the mean
+    of its query heads) and, where the rule mixes, weighted over all their query heads (f64 [T]).
+    """
 
     mass: np.ndarray
     norms: np.ndarray
     nlls: list[float]
+    focus: tuple[np.ndarray, np.ndarray]
 
 
 class FrozenReference(MaskedReference):
@@ -77,6 +82,7 @@ class FrozenReference(MaskedReference):
         heads = self.model.config.get_text_config().num_key_value_heads
         mass = np.zeros((len(self._layers), heads, length))
         norms = np.zeros((len(self._layers), heads, length))
+        hard: dict[tuple[int, int], np.ndarray] = {}  # of (layer, query head): f64 [T]
 
         def observer(layer: int):
             def see(queries, weights, value):
@@ -84,6 +90,10 @@ class FrozenReference(MaskedReference):
                 seen = weights[:, :, rows].double().mean(1).sum(1)
                 mass[layer][:, : seen.shape[1]] += seen.numpy()
                 norms[layer] = value.double().norm(dim=-1).numpy()
+                last = weights[:, :, queries >= length - self.tables.rule.focus].double()
+                for head, squares in enumerate(last.square().sum(2).flatten(0, 1).numpy()):
+                    one = hard.setdefault((layer, head), np.zeros(length))
+                    one[: len(squares)] += squares
 
             return see
 
@@ -97,7 +107,20 @@ class FrozenReference(MaskedReference):
         targets = torch.tensor(list(prompt[first:]))
         nlls = (-blocks.double().gather(1, targets[:, None])[:, 0]).tolist()
         units = self.unit_layers, self.unit_heads
-        return Observed(mass[units], norms[units], nlls)
+        return Observed(mass[units], norms[units], nlls, self._focus(hard, length))
+
+    def _focus(self, hard: dict, length: int) -> tuple[np.ndarray, np.ndarray]:
+        config, mix = self.model.config.get_text_config(), self.tables.mix
+        group = config.num_attention_heads // config.num_key_value_heads
+        own = np.zeros((len(self.unit_layers), length))
+        retrieval = np.zeros(length)
+        for u, (layer, head) in enumerate(zip(self.unit_layers, self.unit_heads, strict=True)):
+            for query_head in range(head * group, (head + 1) * group):
+                squares = hard[layer, query_head]
+                own[u] += squares / group
+                if mix is not None:
+                    retrieval += float(mix.query_weights[layer, query_head]) * squares
+        return own, retrieval
 
     def _observer(self, layer: int):
         return None if self._watch is None else self._watch(layer)
@@ -109,7 +132,7 @@ class FrozenReference(MaskedReference):
             seen = self.observe(prompt)
             units = self.unit_layers, self.unit_heads
             self._known[key] = literal.retain(
-                seen.mass, seen.norms, *units, self.tables, budget, seen.nlls
+                seen.mass, seen.norms, *units, self.tables, budget, seen.nlls, seen.focus
             )
         return self._known[key]
 
