@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from calib_cluster.capture import VOCAB_ROWS
@@ -16,6 +17,7 @@ from calib_cluster.memory import (
 )
 from calib_cluster.rewards.units import FreezingUnits
 from kvpolicy.geometry import ModelGeometry
+from kvpolicy.retention import SOURCES
 
 INT64 = 8
 
@@ -35,7 +37,7 @@ def estimate_reward_peak(
     that nothing can be frozen of.
     """
     units = len(FreezingUnits.of(geometry))
-    total, budget = length + continuation, min(max(drawing.budgets), length)
+    total, budget = length + continuation, min(_widest(drawing), length)
     cache = sum(
         layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
         for layer in geometry.attention_layers
@@ -43,6 +45,13 @@ def estimate_reward_peak(
     kept = 2 * drawing.draws * units * budget * INT64  # selected, and stacked
     kept += 2 * units * length * INT64
     masses = 2 * units * length * FLOAT32
+    layer = max(geometry.attention_layers, key=lambda lyr: lyr.num_q_heads)
+    copied = 0
+    if drawing.rule.mixes:
+        group = layer.num_q_heads // layer.num_kv_heads
+        orders = group + 2 * len(SOURCES) + 2 * len(drawing.grid.quotas)
+        masses += orders * units * length * FLOAT32
+        copied = 3 * layer.num_q_heads * continuation * total * FLOAT32
     return PeakEstimate(
         runtime=runtime,
         weights=count_weights(model_dir) * FLOAT32,
@@ -50,9 +59,16 @@ def estimate_reward_peak(
         layer=max(
             layer_bytes(geometry, model_dir, total, FLOAT32, codebook=0),
             _continuation_bytes(geometry, model_dir, continuation, budget, drawing.batch),
+            copied,
         ),
         head=3 * VOCAB_ROWS * geometry.vocab_size * FLOAT32,
     )
+
+
+def _widest(drawing: Drawing) -> int:
+    """Most tokens that any unit may keep in a draw."""
+    shares = drawing.grid.shares
+    return math.ceil(max(drawing.budgets) * max(shares) / min(shares))
 
 
 def _continuation_bytes(

@@ -118,6 +118,10 @@ def check_compile(args: argparse.Namespace) -> tuple[int, ...]:
             "smaller budgets or longer prompts"
         )
     rule = rule_of(args)
+    if rule.mixes and args.behaviour != BEHAVIOURS[0]:
+        raise CalibrationError(
+            f"--behaviour {args.behaviour}: rule {rule.name} is compiled from {BEHAVIOURS[0]} draws"
+        )
     if args.draws_per_cell and rule.gate == "off":
         raise CalibrationError(f"--draws-per-cell: rule {rule.name} has no gate and no risk cells")
     return budgets

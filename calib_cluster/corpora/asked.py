@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from calib_cluster.corpora.excerpts import bos, plain_encoder
-from calib_cluster.corpora.generated import STYLES, _Fact, _new_fact, _put
+from calib_cluster.corpora.generated import STYLES, Fact, new_fact, put
 from calib_cluster.corpora.words import paragraph, pick
 from calib_cluster.errors import CalibrationError
 
@@ -50,28 +50,28 @@ def _facts(rng: random.Random, characters: int) -> _Text:
     while size < characters:
         pieces.append(paragraph(rng, rng.randint(2, 6)) + "\n\n")
         size += len(pieces[-1])
-    known: dict[str, _Fact] = {}
-    facts = [_new_fact(rng, known) for _ in range(rng.randint(1, 4))]
+    known: dict[str, Fact] = {}
+    facts = [new_fact(rng, known) for _ in range(rng.randint(1, 4))]
     places = rng.sample(range(len(pieces)), min(len(facts), len(pieces)))
     for fact, place in zip(facts, places, strict=False):
-        pieces[place] = f"{pieces[place].rstrip()} {_put(given, fact).lstrip('- ')}\n\n"
+        pieces[place] = f"{pieces[place].rstrip()} {put(given, fact).lstrip('- ')}\n\n"
     return _asking(pieces, {places[0]}, asked, answer, facts[0])
 
 
 def _records(rng: random.Random, characters: int) -> _Text:
     given, asked, answer = rng.choice(STYLES)
-    known: dict[str, _Fact] = {}
+    known: dict[str, Fact] = {}
     pieces, size = [], 0
     while size < characters:
-        pieces.append(_put(given, _new_fact(rng, known)) + "\n")
+        pieces.append(put(given, new_fact(rng, known)) + "\n")
         size += len(pieces[-1])
     place = rng.randrange(len(pieces))
     return _asking(pieces, {place}, asked, answer, list(known.values())[place])
 
 
-def _asking(pieces: list[str], needed: set[int], asked: str, answer: str, fact: _Fact) -> _Text:
-    before, value, after = _put(answer, fact).partition(fact.value)
-    question = f"\n{_put(asked, fact)}\n{before}"
+def _asking(pieces: list[str], needed: set[int], asked: str, answer: str, fact: Fact) -> _Text:
+    before, value, after = put(answer, fact).partition(fact.value)
+    question = f"\n{put(asked, fact)}\n{before}"
     kept = question.rstrip(" ")  # a space belongs to the first token of what follows
     return _Text(pieces, needed, kept, question[len(kept) :] + value + after + "\n")
 

@@ -26,7 +26,7 @@ class Size(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class _Fact(msgspec.Struct, frozen=True):
+class Fact(msgspec.Struct, frozen=True):
     """Something said once, and what it answers later."""
 
     key: str
@@ -43,9 +43,9 @@ def key_values(size: Size) -> tuple[Document, ...]:
     return tuple(_key_value(number, size) for number in range(size.documents))
 
 
-def recalled(rng: random.Random, facts: Sequence[_Fact], count: int = 1) -> list[_Fact]:
+def recalled(rng: random.Random, facts: Sequence[Fact], count: int = 1) -> list[Fact]:
     """``count`` different facts (fewer if there are fewer) from near and far back."""
-    chosen: dict[str, _Fact] = {}
+    chosen: dict[str, Fact] = {}
     while len(chosen) < min(count, len(facts)):
         near = rng.random() < 0.5
         back = int(len(facts) ** rng.random()) if near else rng.randint(1, len(facts))
@@ -92,7 +92,7 @@ CHATTED = ("Tell me a story about a {noun}.", "What is new in {city}?", "I am bo
 def _dialogue(number: int, size: Size) -> Document:
     rng = random.Random(f"dialogue {size.seed} {number}")
     messages: list[Message] = []
-    facts: dict[str, _Fact] = {}
+    facts: dict[str, Fact] = {}
     basket: list[str] = []
     while sum(len(m.content) for m in messages) < CHARACTERS * size.tokens:
         turn = rng.choices((_tell, _ask, _chat, _basket), (4, 4, 2, 1))[0]
@@ -105,7 +105,7 @@ def _dialogue(number: int, size: Size) -> Document:
 Turn = tuple[str, str]  # what the user says, what the model answers
 
 
-def _tell(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Turn:
+def _tell(rng: random.Random, facts: dict[str, Fact], basket: list[str]) -> Turn:
     """One to three new facts. A key told again would be ambiguous, so it is told once."""
     said, last = [], ""
     for _ in range(rng.randint(1, 3)):
@@ -118,14 +118,14 @@ def _tell(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Tur
         if key in facts:
             continue
         last = _code(rng) if value == "{code}" else fill(rng, value)
-        facts[key] = _Fact(key, last)
+        facts[key] = Fact(key, last)
         said.append(with_articles(rng.choice(patterns).replace("{value}", last)))
     if not said:
         return _chat(rng, facts, basket)
     return " ".join(said), rng.choice(NOTED).replace("{value}", last)
 
 
-def _ask(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Turn:
+def _ask(rng: random.Random, facts: dict[str, Fact], basket: list[str]) -> Turn:
     if not facts:
         return _tell(rng, facts, basket)
     (fact,) = recalled(rng, list(facts.values()))
@@ -133,11 +133,11 @@ def _ask(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Turn
     return question, rng.choice(ANSWERED).replace("{value}", fact.value)
 
 
-def _chat(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Turn:
+def _chat(rng: random.Random, facts: dict[str, Fact], basket: list[str]) -> Turn:
     return fill(rng, rng.choice(CHATTED)), paragraph(rng, rng.randint(2, 9))
 
 
-def _basket(rng: random.Random, facts: dict[str, _Fact], basket: list[str]) -> Turn:
+def _basket(rng: random.Random, facts: dict[str, Fact], basket: list[str]) -> Turn:
     """A shopping list that grows turn by turn and is repeated whole."""
     if len(basket) > 8:
         basket.clear()
@@ -189,10 +189,10 @@ def _fill_up(characters: int, more: Callable[[], list[str]]) -> list[str]:
     return lines
 
 
-def _new_fact(rng: random.Random, facts: dict[str, _Fact]) -> _Fact:
+def new_fact(rng: random.Random, facts: dict[str, Fact]) -> Fact:
     while (key := _key(rng)) in facts:
         pass
-    facts[key] = _Fact(key, _code(rng))
+    facts[key] = Fact(key, _code(rng))
     return facts[key]
 
 
@@ -204,34 +204,34 @@ def _key(rng: random.Random) -> str:
 def _store(rng: random.Random, characters: int) -> list[str]:
     """Records in one notation, in blocks, each block followed by look-ups."""
     given, asked, answer = rng.choice(STYLES)
-    facts: dict[str, _Fact] = {}
+    facts: dict[str, Fact] = {}
 
     def block() -> list[str]:
-        new = [_new_fact(rng, facts) for _ in range(rng.randint(4, 24))]
-        lines = [_put(given, fact) for fact in new]
+        new = [new_fact(rng, facts) for _ in range(rng.randint(4, 24))]
+        lines = [put(given, fact) for fact in new]
         for fact in recalled(rng, list(facts.values()), rng.randint(2, 8)):
-            lines += [_put(asked, fact), _put(answer, fact)]
+            lines += [put(asked, fact), put(answer, fact)]
         return [*lines, ""]
 
     return _fill_up(characters, block)
 
 
-def _put(pattern: str, fact: _Fact) -> str:
+def put(pattern: str, fact: Fact) -> str:
     return pattern.replace("KEY", fact.key, 1).replace("VALUE", fact.value, 1)
 
 
 def _haystack(rng: random.Random, characters: int) -> list[str]:
     """Paragraphs with a fact hidden here and there, and questions between them."""
-    facts: dict[str, _Fact] = {}
+    facts: dict[str, Fact] = {}
 
     def block() -> list[str]:
         given, asked, answer = rng.choice(STYLES[1:2] + STYLES[4:5] + STYLES[7:])
-        fact = _new_fact(rng, facts)
+        fact = new_fact(rng, facts)
         hay = paragraph(rng, rng.randint(2, 10)), paragraph(rng, rng.randint(1, 6))
-        lines = [f"{hay[0]} {_put(given, fact).lstrip('- ')} {hay[1]}", ""]
+        lines = [f"{hay[0]} {put(given, fact).lstrip('- ')} {hay[1]}", ""]
         if rng.random() < 0.6:
             (old,) = recalled(rng, list(facts.values()))
-            lines += [_put(asked, old), _put(answer, old), ""]
+            lines += [put(asked, old), put(answer, old), ""]
         return lines
 
     return _fill_up(characters, block)
@@ -239,7 +239,7 @@ def _haystack(rng: random.Random, characters: int) -> list[str]:
 
 def _variables(rng: random.Random, characters: int) -> list[str]:
     """Assignments that copy earlier ones: a value is found by following its names back."""
-    facts: list[_Fact] = []
+    facts: list[Fact] = []
 
     def block() -> list[str]:
         lines = []
@@ -248,9 +248,9 @@ def _variables(rng: random.Random, characters: int) -> list[str]:
             if facts and rng.random() < 0.6:
                 (source,) = recalled(rng, facts)
                 lines.append(f"{name} = {source.key}")
-                facts.append(_Fact(name, source.value))
+                facts.append(Fact(name, source.value))
             else:
-                facts.append(_Fact(name, str(rng.randrange(1000, 100_000))))
+                facts.append(Fact(name, str(rng.randrange(1000, 100_000))))
                 lines.append(f"{name} = {facts[-1].value}")
         for fact in recalled(rng, facts, rng.randint(1, 5)):
             lines += [f">>> {fact.key}", fact.value]

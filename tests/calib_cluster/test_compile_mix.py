@@ -26,18 +26,26 @@ def geometry(tmp_path_factory: pytest.TempPathFactory) -> ModelGeometry:
 
 
 def planted(
-    geometry: ModelGeometry, worth, best_mixture: int, count: int = 4000, noise: float = 1.0
+    geometry: ModelGeometry,
+    worth,
+    best_mixture: int,
+    count: int = 4000,
+    noise: float = 1.0,
+    worth_b=None,
 ) -> RewardRecords:
     """Divergence falls by ``worth[u]`` nats with each doubling of unit u's share, and by .2 where
-    it mixes as ``best_mixture``; two corpora whose divergences differ hundredfold."""
+    it mixes as ``best_mixture``; two corpora whose divergences differ hundredfold, the second with
+    ``worth_b`` if given."""
     units, rng = FreezingUnits.of(geometry), np.random.default_rng(0)
     layers = len(units.layer_ids)
     even = MIX_GRID.shares.index(1.0)
     base = np.full(len(units), even), np.zeros(len(units), np.int64)
     draws = mixed(rng, count, layers, *base, MIX_GRID)
     doublings = np.log2(np.array(MIX_GRID.shares))[draws.shares]
-    reward = doublings @ np.array(worth) + 0.2 * (draws.mixtures == best_mixture).sum(axis=1)
     prompt = np.arange(count) % 40
+    other = np.array(worth if worth_b is None else worth_b)
+    reward = np.where(prompt % 2, doublings @ other, doublings @ np.array(worth))
+    reward = reward + 0.2 * (draws.mixtures == best_mixture).sum(axis=1)
     scale = np.where(prompt % 2, 100.0, 1.0)
     divergence = scale * (50 + prompt - reward + noise * rng.normal(size=count))
     header = RecordHeader(
@@ -78,6 +86,15 @@ def test_shares_follow_what_a_doubling_is_worth(geometry):
     assert found.settled and found.residual < 1e-6
     weights = found.tables.mix.query_weights
     assert weights[1].tolist() == [1.0, 0.5, 1.0, 0.5] and not weights[0].any()
+
+
+def test_no_corpus_is_sacrificed_to_one_where_more_is_at_stake(geometry):
+    """Unit 0 matters in one corpus, unit 2 as much in the other, in nats a hundred times more."""
+    records = planted(geometry, [0.3, 0, 0, 0], 2, worth_b=[0, 0, 0.3, 0])
+    found = compile_tables(records, geometry, BUDGETS, CompileSettings(alpha=0.0))
+    shares = cells(found, found.tables.mix.shares)[0]
+    assert shares[0] == pytest.approx(shares[2], rel=0.2)
+    assert min(shares[0], shares[2]) > 2 * max(shares[1], shares[3])
 
 
 def test_pessimism_keeps_the_order(geometry):

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from calib_cluster.__main__ import main
+from calib_cluster.compile_memory import estimate_reward_peak
+from calib_cluster.compile_worker import Drawing
+from calib_cluster.rewards.actions import MIX_GRID, PAPER_GRID, ActionGrid
 from calib_cluster.rewards.model import RewardModel
+from kvpolicy.geometry import read_geometry
+from kvpolicy.retention import RULES
 from tests.calib_cluster.in_process import without_ray
 from tests.calib_cluster.tiny import artifact_of
 from tests.calib_cluster.tiny_compile import TinyCompile
@@ -74,6 +79,7 @@ def test_growth_keeps_the_query_weights(tiny_model: Path, tmp_path, capsys, coun
     ("extra", "message"),
     [
         (("--even", "0"), "the even part must be in (0, 1], found 0"),
+        (("--behaviour", "one-at-a-time"), "rule mix is compiled from factorial draws"),
         (("--draws-per-cell", "9"), "rule mix has no gate and no risk cells"),
     ],
 )
@@ -84,3 +90,19 @@ def test_bad_input_is_one_line(tiny_model: Path, tmp_path, capsys, extra, messag
     error = capsys.readouterr().err.strip()
     assert status == 2 and message in error and len(error.splitlines()) == 1
     assert not made.records.exists()
+
+
+def test_a_mix_is_known_to_need_more_memory(tiny_model: Path):
+    """It holds each query head's squares, every mixture's order, and wider kept sets."""
+    geometry = read_geometry(tiny_model)
+
+    def hidden(rule: str, grid: ActionGrid, length: int) -> int:
+        drawing = Drawing(RULES[rule], "factorial", (48,), 4, 0, 8, grid)
+        return estimate_reward_peak(
+            geometry, tiny_model, length=length, continuation=16, drawing=drawing, runtime=0
+        ).hidden
+
+    more = [hidden("mix", MIX_GRID, t) - hidden("paper", PAPER_GRID, t) for t in (2048, 4096)]
+    units = sum(layer.num_kv_heads for layer in geometry.attention_layers)
+    assert more[0] > 4 * units * 2048 * len(MIX_GRID.quotas)
+    assert 1.5 < more[1] / more[0] < 2.1

@@ -10,8 +10,8 @@ import pytest
 from calib_cluster.corpora.generated import (
     ASKED,
     STYLES,
+    Fact,
     Size,
-    _Fact,
     dialogues,
     key_values,
     recalled,
@@ -103,7 +103,7 @@ def test_dialogues_recall_facts_told_before() -> None:
 
 
 def test_recall_reaches_near_and_far() -> None:
-    facts = [_Fact(str(i), "v") for i in range(1000)]
+    facts = [Fact(str(i), "v") for i in range(1000)]
     rng = random.Random(0)
     back = sorted(1000 - int(recalled(rng, facts)[0].key) for _ in range(2000))
     assert back[0] == 1 and back[-1] > 950
@@ -112,5 +112,5 @@ def test_recall_reaches_near_and_far() -> None:
 
 
 def test_recalled_facts_of_one_block_differ() -> None:
-    facts = [_Fact(str(i), "v") for i in range(5)]
+    facts = [Fact(str(i), "v") for i in range(5)]
     assert {f.key for f in recalled(random.Random(0), facts, 9)} == set("01234")
