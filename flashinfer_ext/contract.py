@@ -56,3 +56,126 @@ class HeadWindow:
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Whether a query at position ``query`` reads the key at ``key`` (broadcast, bool)."""
         return (key <= query) & ((key > query - self.window) | (key < self.sinks))
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where tokens lie. Read by the kernels while they run: update it in stream order only.
+
+    Fields: ``pages`` int32 [U, G], physical page of each unit's logical page, the write sink
+    where it has none; ``slots`` int32 [S, C], logical slot of each position of each request slot
+    (logical page = slot // P, and position t lies in slot t % P of its page).
+    """
+
+    pages: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FrozenPrompts:
+    """Compact pages of frozen prompts, read instead of the prompt's own pages.
+
+    Fields: ``prompts`` int32 [S], tokens of the frozen prompt, 0 where a request slot is not
+    frozen; ``counts`` int32 [S, U] kept tokens of each unit; ``starts`` int64 [S, U] index in
+    ``pages`` of the unit's first compact page; ``pages`` int32 [N] physical pages. Only units with
+    unlimited history are ever frozen: ``counts`` and ``starts`` of others are not read.
+    """
+
+    prompts: torch.Tensor
+    counts: torch.Tensor
+    starts: torch.Tensor
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The kv heads of L layers, H each: a row of ``pages`` and a window per head.
+
+    Fields, all int32 [L, H]: ``units`` row of ``PageTable.pages``; ``windows`` (2**31 - 1 means
+    unlimited, which is what a frozen prompt's units have); ``sinks``.
+    """
+
+    units: torch.Tensor
+    windows: torch.Tensor
+    sinks: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(layers L, kv heads H of a layer)."""
+        return tuple(self.units.shape)
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token per row, already stored. Fixed addresses make it fit for a CUDA graph.
+
+    Fields: ``requests`` int32 [R], each row's request slot; ``lengths`` int32 [R], its tokens with
+    the new one, at position ``length - 1``; 0 marks a padded row, which reads nothing and gets
+    zeros.
+    """
+
+    requests: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """R, padded rows included."""
+        return len(self.lengths)
+
+
+@dataclass(frozen=True)
+class ReadRange:
+    """What one (row, kv head) reads: ``frozen`` tokens of its compact pages, then positions
+    ``[0, gap_at)`` and ``[gap_at + gap, gap_at + gap + rest)``."""
+
+    frozen: int
+    gap_at: int
+    gap: int
+    rest: int
+
+    @property
+    def length(self) -> int:
+        """Tokens read in all."""
+        return self.frozen + self.gap_at + self.rest
+
+
+def read_range(length: int, window: int, sinks: int, prompt: int = 0, kept: int = 0) -> ReadRange:
+    """What the query at ``length - 1`` of one kv head reads.
+
+    Args:
+        window, sinks: the head's, in tokens.
+        prompt, kept: of a frozen prompt, its tokens and how many of them the head kept; a prompt
+            of 0 is not frozen.
+    """
+    if prompt:
+        return ReadRange(kept, 0, prompt, length - prompt)
+    first = max(0, length - window)
+    gap_at = min(sinks, first)
+    return ReadRange(0, gap_at, first - gap_at, length - first)
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """Prefill chunks of R requests: fresh tokens, and the history that is resident.
+
+    Fields: ``offsets`` int32 [R + 1], first row of each chunk in the batch's tokens; ``begins``
+    int32 [R], position of each chunk's first token. Per unit and request, in slots of whole
+    pages: ``page_starts`` int64 [U, R], first of its pages in ``pages`` int32 [N];
+    ``position_starts`` int64 [U, R], where its positions begin in ``positions`` int32 [N'], -1
+    where a slot is not read; ``counts`` int32 [U, R] slots, a multiple of P. ``longest`` is the
+    longest chunk, in tokens, known on the host.
+    """
+
+    offsets: torch.Tensor
+    begins: torch.Tensor
+    page_starts: torch.Tensor
+    position_starts: torch.Tensor
+    counts: torch.Tensor
+    pages: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+
+    @property
+    def requests(self) -> int:
+        """R."""
+        return len(self.begins)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,10 @@ def test_two_workers_give_what_one_gives_until_one_is_killed(reader, texts):
     multiprocessing.active_children()[0].kill()
     with pytest.raises(CalibrationError, match=r"a worker died .* --resume goes on"):
         list(results)
-    assert not multiprocessing.active_children()
+    deadline = time.monotonic() + 30  # the pool's own thread may be the one that reaps it
+    while multiprocessing.active_children():
+        assert time.monotonic() < deadline, "a worker outlived the run"
+        time.sleep(0.05)
 
 
 def test_what_a_worker_cannot_load_is_told_by_its_first_case(monkeypatch):
