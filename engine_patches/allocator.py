@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +20,15 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from engine_patches import freezing, serving
 from engine_patches.budget import BudgetError, Wish
 from engine_patches.counters import Counters
+from engine_patches.free_list import HostFreeList
 from engine_patches.freeze import Freeze, Freezer, FreezeReport
+from engine_patches.kernels.choice import reads_table
 from engine_patches.metrics import Metrics
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.residents import Resident, Residents
 from engine_patches.startup import startup_table
-from kvpolicy.residency import frozen_pages, peak_length, peak_pages
+from kvpolicy.residency import ceil_div, frozen_pages, peak_length, peak_pages
 from kvpolicy.retention import retention_units
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             served.freezer = Freezer(served.retention, layers, heads, kvcache.keys, kvcache.values)
         self.served = served
         self._considered: Freeze | None = None
+        self._fresh_pages: list[int] = []
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         served.allocator = self
         self.metrics = Metrics(served)
@@ -68,13 +72,36 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         """Free everything, logical and physical."""
         super().clear()
+        self.host_free = HostFreeList(self.num_pages, self.need_sort)
         self.ledger.clear()
         self.residents.running.clear()
 
+    def alloc_extend(self, *args, **kwargs) -> torch.Tensor | None:
+        """As SGLang's, and remembers which pages it took."""
+        return self._remember(super().alloc_extend(*args, **kwargs))
+
+    def alloc_decode(self, *args, **kwargs) -> torch.Tensor | None:
+        """As SGLang's, and remembers which pages it took."""
+        return self._remember(super().alloc_decode(*args, **kwargs))
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """As SGLang's, and remembers which pages it took."""
+        return self._remember(super().alloc(need_size))
+
+    def _remember(self, slots: torch.Tensor | None) -> torch.Tensor | None:
+        self._fresh_pages = self.host_free.take(len(self.free_pages))
+        return slots
+
+    def merge_and_sort_free(self) -> None:
+        super().merge_and_sort_free()
+        self.host_free.merge()
+
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        for ids in page_ids:
-            self.residents.drop(ids.tolist())
+        freed = [ids.tolist() for ids in page_ids]
+        for ids in freed:
+            self.residents.drop(ids)
         super()._release_page_ids(*page_ids)
+        self.host_free.give(freed)
 
     def check_decode_capacity(
         self, *, num_tokens, tree_cache, requests=None, spec_algorithm=None
@@ -149,27 +176,23 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
                 break
         self.ledger.evict(target - self.ledger.free)
 
-    def extend_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> ExtendPlan:
+    def extend_batch(self, batch: ScheduleBatch) -> ExtendPlan:
         """Slide every request of a prefill batch over its chunk.
 
         Args:
-            batch: after its logical allocation.
-            locations: int64 [tokens], the logical slots of the batch's new tokens.
+            batch: right after its logical allocation, whose pages go to its requests in order.
 
         Raises:
             OutOfPages: admission let in more than the arena holds.
         """
         self.attach(batch.tree_cache)
-        slots = locations.cpu().numpy()
-        growth, begin = [], 0
+        growth, fresh = [], iter(self._fresh_pages)
         for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             resident = self.resident_of(req)
             if resident.length != start:
                 raise RuntimeError(f"{req.rid}: {resident.length} tokens resident, not {start}")
-            mine = slots[begin : begin + count]
-            begin += count
-            skip = -start % self.page_size
-            pages = (mine[skip :: self.page_size] // self.page_size).tolist()
+            need = ceil_div(start + count, self.page_size) - ceil_div(start, self.page_size)
+            pages = list(islice(fresh, need))
             growth.append((resident, pages, start + count))
         self.residents.prepare([(r, len(pages), length) for r, pages, length in growth])
         history = []
@@ -183,6 +206,10 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         plan = self.planner.extend(grown, list(batch.prefix_lens), history, tokens)
         if self.served.freezer is not None:
             plan.reports.extend(self.report_of(req) for req in batch.reqs)
+        if reads_table(self.served.kernel):
+            for req, resident in zip(batch.reqs, grown, strict=True):
+                resident.slot = req.kv.req_pool_idx
+            self.ledger.fall_behind()
         return plan
 
     def after_forward(self, plan: ExtendPlan) -> None:
@@ -198,6 +225,8 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         for resident in list(self.residents.running):
             if resident.freeze in freezes:
                 freezing.settle(self.residents, resident)
+                if self.served.frozen_store is not None:
+                    self.served.frozen_store.add(resident.slot, resident.freeze)
                 self.counters.freezes += 1
                 self.counters.freeze_prompt_tokens += resident.freeze.prompt
                 self._note_kept(resident)
@@ -208,21 +237,22 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             units = len(self.served.freezer.layers)
             self.counters.freeze_kept_tokens += -(-kept // units)
 
-    def decode_batch(self, batch: ScheduleBatch, locations: torch.Tensor) -> DecodePlan:
+    def decode_batch(self, batch: ScheduleBatch) -> DecodePlan:
         """Slide every request of a decode batch by one token. Arguments as ``extend_batch``."""
         self.attach(batch.tree_cache)
         self.ledger.lift_fence()
         residents = [self.resident_of(req) for req in batch.reqs]
         crossing = [i for i, r in enumerate(residents) if r.length % self.page_size == 0]
         fresh = dict.fromkeys(range(len(residents)))
-        if crossing:
-            pages = locations[crossing] // self.page_size
-            fresh.update(zip(crossing, pages.tolist(), strict=True))
+        fresh.update(zip(crossing, self._fresh_pages, strict=True))
         for i, resident in enumerate(residents):
             self._note_kept(resident)
             self.residents.decode(resident, fresh[i])
         self.counters.decode_batches += 1
         self.metrics.publish(idle=False)
+        if reads_table(self.served.kernel):
+            self.ledger.fall_behind()
+            return DecodePlan.empty()
         return self.planner.decode(residents)
 
     # -- requests ------------------------------------------------------------------------------
@@ -297,7 +327,10 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
     def finish(self, req: Req) -> None:
         """Let go of everything the request holds."""
         self.counters.retractions += not req.finished()
-        self.residents.release(req.raggedkv)
+        resident = req.raggedkv
+        if self.served.frozen_store is not None and resident.freeze and resident.freeze.done:
+            self.ledger.on_device(self.served.frozen_store.remove(resident.slot))
+        self.residents.release(resident)
         req.raggedkv = None
 
     # -- internals -----------------------------------------------------------------------------

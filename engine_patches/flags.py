@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from engine_patches import register, serving
 from engine_patches.backend_name import BACKEND
 from engine_patches.budget import Budget
 from engine_patches.errors import Refusal, exit_refused
+from engine_patches.kernels.choice import KERNELS, choose_kernel, replays
 from engine_patches.refusals import check_flags, check_geometry
 from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.plan import parse_bytes
@@ -28,6 +30,7 @@ OPTIONS = (
     "kv_residency_context",
     "kv_budget_tokens",
     "kv_budget_ratio",
+    "kv_kernel",
 )
 """Flags that say how to serve a policy, so each needs ``--kv-policy``."""
 
@@ -75,6 +78,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="Bytes of the K and V arena, e.g. 24GiB (default: SGLang's own memory budget).",
     )
+    group.add_argument(
+        "--kv-kernel",
+        metavar="|".join(KERNELS),
+        help="Attention kernel (default: triton on a GPU, else reference).",
+    )
 
 
 def take_flags(args: argparse.Namespace) -> None:
@@ -99,15 +107,15 @@ def take_flags(args: argparse.Namespace) -> None:
     serving.hand_down(request)
     args.attention_backend = BACKEND
     args.page_size = serving.PAGE_SIZE
-    _turn_off_graphs(args)
+    _turn_off_graphs(args, ("prefill",) if replays(request.kernel) else ("decode", "prefill"))
 
 
-def _turn_off_graphs(args: argparse.Namespace) -> None:
-    """The reference backend plans every step on the host, which a captured graph cannot replay."""
-    for phase in ("decode", "prefill"):
+def _turn_off_graphs(args: argparse.Namespace, phases: tuple[str, ...]) -> None:
+    """Steps that are planned on the host cannot be replayed from a captured graph."""
+    for phase in phases:
         field = f"cuda_graph_backend_{phase}"
         if getattr(args, field, None) not in (None, "disabled"):
-            logger.warning("RaggedKV serves without CUDA graphs for now: %s is ignored", field)
+            logger.warning("RaggedKV serves %s without CUDA graphs: %s is ignored", phase, field)
         setattr(args, field, "disabled")
 
 
@@ -127,8 +135,20 @@ def _request(args: argparse.Namespace) -> serving.ServeRequest:
         residency_budget=_parsed(args, "kv_residency", _share),
         residency_context=_parsed(args, "kv_residency_context", _tokens),
         budget=_budget(args),
+        kernel=choose_kernel(args.kv_kernel, _device(args), _interpreted()),
         model=serving.model_folder(args.model_path, args.revision),
     )
+
+
+def _device(args: argparse.Namespace) -> str:
+    import torch
+
+    chosen = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
+    return chosen.partition(":")[0]
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _budget(args: argparse.Namespace) -> Budget | None:

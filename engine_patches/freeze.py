@@ -60,6 +60,8 @@ class Freeze:
     pages: PrivatePages | None = None
     kept_positions: torch.Tensor | None = None
     report: FreezeReport | None = None
+    kept_counts: torch.Tensor | None = None
+    listed: int = 0
     done: bool = False
     _counts: torch.Tensor | None = field(default=None, repr=False)
     _ready: Any = field(default=None, repr=False)
@@ -97,6 +99,7 @@ class Freeze:
 
     def finish(self, counts: torch.Tensor) -> None:
         """Note the kept counts [units] and let go of the accumulators."""
+        self.kept_counts = counts.int()
         self._counts = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
             self._ready = torch.cuda.Event()

@@ -100,6 +100,8 @@ class PageLedger:
         self._parked: list[torch.Tensor] = []
         self.parked = 0
         self._private: set[PrivatePages] = set()
+        self._behind = False
+        self._waiting: list[Callable[[], object]] = []
         self.pinned = 0
         self.peak_pinned = 0
         self.peak_used = 0
@@ -152,8 +154,13 @@ class PageLedger:
         if self.live[level, logical].any():
             raise LedgerError(f"level {level}: binding a live page among {list(logical)}")
         self._num_free -= count
-        ids = self._stack[self._num_free : self._num_free + count]
-        self.table[self._rows[level], self._index(logical)] = ids.view(-1, len(logical))
+        rows, index, top = self._rows[level], self._index(logical), self._num_free
+
+        def map_pages() -> None:
+            ids = self._stack[top : top + count]
+            self.table[rows, index] = ids.view(-1, len(logical))
+
+        self.on_device(map_pages)
         self.live[level, logical] = True
         self.peak_used = max(self.peak_used, self.used)
 
@@ -166,8 +173,12 @@ class PageLedger:
         if self.hold[level, old].any():
             raise LedgerError(f"level {level}: rebinding a held page among {list(old)}")
         rows, src, dst = self._rows[level], self._index(old), self._index(new)
-        self.table[rows, dst] = self.table[rows, src]
-        self.table[rows, src] = SINK_PAGE
+
+        def move_pages() -> None:
+            self.table[rows, dst] = self.table[rows, src]
+            self.table[rows, src] = SINK_PAGE
+
+        self.on_device(move_pages)
         self._forget(level, old)
         self.live[level, old] = False
         self.live[level, new] = True
@@ -192,15 +203,20 @@ class PageLedger:
         if self.hold[level, logical].any() or not self.live[level, logical].all():
             raise LedgerError(f"level {level}: releasing held or dead pages {list(logical)}")
         rows, index = self._rows[level], self._index(logical)
-        ids = self.table[rows, index].reshape(-1)
-        self.table[rows, index] = SINK_PAGE
+
+        def unmap() -> torch.Tensor:
+            ids = self.table[rows, index].reshape(-1)
+            self.table[rows, index] = SINK_PAGE
+            return ids
+
+        count = int(self.units[level]) * len(logical)
         self._forget(level, logical)
         self.live[level, logical] = False
         if park:
-            self._parked.append(ids)
-            self.parked += len(ids)
+            self.on_device(lambda: self._parked.append(unmap()))
+            self.parked += count
         else:
-            self._push(ids)
+            self._push(unmap, count)
 
     def drop(self, logical: Sequence[int]) -> None:
         """A logical page was freed by SGLang: unmap it on every level.
@@ -249,10 +265,10 @@ class PageLedger:
         if total > self._num_free:
             raise OutOfPages(f"{total} pages needed, {self._num_free} free of {self.capacity}")
         self._num_free -= total
-        flat = self._stack[self._num_free : self._num_free + total]
-        width = int(counts.max(initial=0))
+        top, width = self._num_free, int(counts.max(initial=0))
         ids = torch.full((len(counts), width), SINK_PAGE, dtype=torch.int32, device=self.device)
-        ids[self._cells(np.arange(width)[None, :] < counts[:, None])] = flat
+        cells = self._cells(np.arange(width)[None, :] < counts[:, None])
+        self.on_device(lambda: ids.__setitem__(cells, self._stack[top : top + total]))
         private = PrivatePages(level, ids, counts.copy())
         self._private.add(private)
         self.pinned += total
@@ -266,11 +282,15 @@ class PageLedger:
         column = np.arange(width)[None, :]
         surplus = (column >= counts[:, None]) & (column < private.counts[:, None])
         index = self._cells(surplus)
-        ids = private.ids[index]
-        private.ids[index] = SINK_PAGE
+
+        def strip() -> torch.Tensor:
+            ids = private.ids[index]
+            private.ids[index] = SINK_PAGE
+            return ids
+
         private.counts = np.minimum(private.counts, counts)
-        self.pinned -= len(ids)
-        self._push(ids)
+        self.pinned -= int(surplus.sum())
+        self._push(strip, int(surplus.sum()))
 
     def give_back(self, private: PrivatePages) -> None:
         """Free private pages for good."""
@@ -303,7 +323,11 @@ class PageLedger:
         return freed
 
     def lift_fence(self) -> None:
-        """The forward that read fenced and parked pages is ordered before what comes next."""
+        """The forward that read fenced and parked pages is ordered before what comes next.
+
+        Side effect: as ``catch_up``.
+        """
+        self.catch_up()
         fenced, self._fenced = self._fenced, []
         for level, g in fenced:
             if self.live[level, g] and not self.hold[level, g]:
@@ -311,15 +335,42 @@ class PageLedger:
         parked, self._parked = self._parked, []
         self.parked = 0
         for ids in parked:
-            self._push(ids)
+            self._push(lambda ids=ids: ids, len(ids))
+
+    # -- the device's copy ---------------------------------------------------------------------
+
+    def fall_behind(self) -> None:
+        """A forward that reads the table was launched: leave the device's copy as it is.
+
+        Counts and holds on the host go on; what they mean for the table, the free stack and
+        private pages is carried out, in order, by ``catch_up``. SGLang handles a batch's results
+        while the next forward is in flight, and only then waits for it.
+        """
+        self._behind = True
+
+    def catch_up(self) -> None:
+        """No forward reads the table any more, or all are ordered before: carry out the rest."""
+        self._behind = False
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            change()
+
+    def on_device(self, change: Callable[[], object]) -> None:
+        """Carry out ``change`` to what forwards read, now or with ``catch_up``, in order."""
+        if self._behind:
+            self._waiting.append(change)
+        else:
+            change()
 
     # -- audit ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
         """Recount everything from the table. Returns violations, empty when sound.
 
-        Side effect: copies the table and the free stack to the host (synchronises a GPU).
+        Side effects: as ``catch_up``; copies the table and the free stack to the host
+        (synchronises a GPU).
         """
+        self.catch_up()
         faults = []
         table = self.table.cpu().numpy()
         owned = [ids.cpu().numpy() for ids in self._parked]
@@ -360,11 +411,17 @@ class PageLedger:
         """Index of the true cells of a host mask; a mask on the device would synchronise."""
         return tuple(torch.from_numpy(axis).to(self.device) for axis in np.nonzero(mask))
 
-    def _push(self, ids: torch.Tensor) -> None:
-        if self._on_free is not None:
-            self._on_free(ids.long())
-        self._stack[self._num_free : self._num_free + len(ids)] = ids
-        self._num_free += len(ids)
+    def _push(self, take_ids: Callable[[], torch.Tensor], count: int) -> None:
+        top = self._num_free
+        self._num_free += count
+
+        def push() -> None:
+            ids = take_ids()
+            if self._on_free is not None:
+                self._on_free(ids.long())
+            self._stack[top : top + count] = ids
+
+        self.on_device(push)
 
     def _forget(self, level: int, logical: Sequence[int]) -> None:
         for g in logical:

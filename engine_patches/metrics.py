@@ -12,12 +12,12 @@ from engine_patches.serving import Serving
 INTERVAL_SECONDS = 0.5
 """A busy server publishes no more often than this; an idle one at once."""
 
-INFO_LABELS = ("point", "tau", "budget", "context", "retention", "prompt_budget")
+INFO_LABELS = ("point", "tau", "budget", "context", "retention", "prompt_budget", "kernel")
 
 
 def _info_labels(state: dict[str, Any]) -> list[str]:
-    names = ("point", "tau", "budget", "residency_context", "retention", "prompt_budget")
-    values = (state[name] for name in names)
+    states = {"context": "residency_context"}
+    values = (state[states.get(name, name)] for name in INFO_LABELS)
     return ["" if value is None else str(value) for value in values]
 
 
@@ -30,7 +30,7 @@ class Metrics:
     ``raggedkv:frozen_requests``, ``raggedkv:frozen_prompt_tokens``, ``raggedkv:frozen_pages``
     and ``raggedkv:<counter>_total``; each with the label ``policy``. ``raggedkv:policy_info`` is 1
     and names what is served in its labels ``point``, ``tau``, ``budget``, ``context``,
-    ``retention`` and ``prompt_budget`` (empty where there is none).
+    ``retention``, ``prompt_budget`` (empty where there is none) and ``kernel``.
     """
 
     def __init__(self, served: Serving) -> None:

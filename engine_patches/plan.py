@@ -95,11 +95,19 @@ class ExtendPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A decode batch: one new token per request at ``query_positions`` int64 [R]."""
+    """A decode batch: one new token per request at ``query_positions`` int64 [R].
+
+    A kernel that reads the page table itself needs none of it: ``DecodePlan.empty``.
+    """
 
     query_positions: torch.Tensor
     reads: list[LevelDecode]
     writes: list[LevelWrite]
+
+    @classmethod
+    def empty(cls) -> DecodePlan:
+        """Plan of a batch whose kernel looks everything up on the device."""
+        return cls(torch.empty(0), [], [])
 
 
 class Planner:

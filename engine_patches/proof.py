@@ -57,7 +57,8 @@ def chosen(served: Serving) -> dict[str, Any]:
     ``residency`` is the exact share of the global layers' dense cache at ``residency_context``
     tokens; ``budget`` is what ``--kv-residency`` allowed, None if no budget chose the point.
     ``retention`` names the rule that freezes prompts, None if the policy has none;
-    ``prompt_budget`` what a request keeps unless it says otherwise, None for everything.
+    ``prompt_budget`` what a request keeps unless it says otherwise, None for everything;
+    ``kernel`` what attends.
     """
     rule = None if served.retention is None else served.retention.rule.name
     budget = served.request.budget
@@ -70,6 +71,7 @@ def chosen(served: Serving) -> dict[str, Any]:
         "budget": served.request.residency_budget,
         "retention": rule,
         "prompt_budget": None if budget is None else str(budget),
+        "kernel": served.kernel,
     }
 
 

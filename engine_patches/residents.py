@@ -29,7 +29,8 @@ class Resident:
     the first window page held on level k; ``hit_pages`` how many leading pages came from the
     prefix cache; ``checkpoints`` the lengths at which a later request may hit, in tokens;
     ``branch`` a length at which an earlier hit had to be shortened (0: none); ``target`` the
-    length that admission reserved for; ``freeze`` what happens at the end of its prompt, if any.
+    length that admission reserved for; ``slot`` its row of SGLang's request table, where decode
+    reads that; ``freeze`` what happens at the end of its prompt, if any.
     """
 
     pages: list[int]
@@ -39,6 +40,7 @@ class Resident:
     checkpoints: list[int] = field(default_factory=list)
     branch: int = 0
     target: int = 0
+    slot: int = -1
     freeze: Freeze | None = None
 
 

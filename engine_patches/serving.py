@@ -15,6 +15,7 @@ import msgspec
 
 from engine_patches.budget import Budget, Wish, wish_of
 from engine_patches.errors import Refusal
+from engine_patches.kernels.choice import REFERENCE
 from kvpolicy.artifact import Artifact
 from kvpolicy.errors import KvPolicyError
 from kvpolicy.geometry import ModelGeometry, read_geometry
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from engine_patches.allocator import RaggedAllocator
     from engine_patches.freeze import Freezer
+    from engine_patches.frozen_store import FrozenStore
     from engine_patches.plan import DecodePlan, ExtendPlan
     from engine_patches.pool import RaggedKVPool
     from kvpolicy.retention import DeviceTables
@@ -49,7 +51,8 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``arena_bytes`` of the K and V arena, or None for SGLang's own memory budget; ``point`` of the
     policy, or None for its default; ``residency_budget`` (share of the dense cache of global
     layers) and ``residency_context`` (tokens) if a budget chooses, or has chosen, the point;
-    ``budget`` of prompt tokens that a request keeps unless it says otherwise, None for all.
+    ``budget`` of prompt tokens that a request keeps unless it says otherwise, None for all;
+    ``kernel`` that attends, one of ``kernels.choice.KERNELS``.
     """
 
     model: str
@@ -59,6 +62,7 @@ class ServeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residency_budget: float | None = None
     residency_context: int | None = None
     budget: Budget | None = None
+    kernel: str = REFERENCE
 
 
 class Serving:
@@ -88,6 +92,8 @@ class Serving:
         self.allocator: RaggedAllocator | None = None
         self.arena_bytes: int | None = request.arena_bytes
         self.freezer: Freezer | None = None
+        self.frozen_store: FrozenStore | None = None  # where decode reads the page table
+        self.kernel = request.kernel  # what attends; a kernel may fall back to another
         self.plan: ExtendPlan | DecodePlan | None = None  # of the forward now running
 
     @property

@@ -130,7 +130,8 @@ def _capacity_line(served: Serving, logical_tokens: int) -> str:
     table = served.geometry.num_units * ceil_div(logical_tokens, PAGE_SIZE) * 4
     return (
         f"arena {(served.arena_bytes or 0) / MIB:.1f} MiB: {dense} tokens if dense, "
-        f"{logical_tokens} logical tokens offered; page table {table / MIB:.1f} MiB"
+        f"{logical_tokens} logical tokens offered; page table {table / MIB:.1f} MiB; "
+        f"kernel {served.kernel}"
     )
 
 

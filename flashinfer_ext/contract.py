@@ -2,6 +2,7 @@
 
 An *arena* holds pages; a page is P tokens of one unit (one kv head of one layer): first the P keys,
 then the P values. With equal head dims it reads as ``[NP, 2, P, D]``. Page 0 is the write sink.
+All arrays here are contiguous but ``PageTable``'s, whose rows may be apart.
 A row's keys are given by a list of pages and the logical page index of each, so that the token at
 slot i of a page with index g sits at position ``g * P + i``.
 """

@@ -28,11 +28,17 @@ class DecodeConfig:
     stages: int
 
 
-def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """What ``python -m flashinfer_ext aot`` found free of spills for this head dim."""
-    if head_dim <= 128 and itemsize == 2:
-        return DecodeConfig(64, 4, 3)
-    return DecodeConfig(32, 4, 2)
+def decode_config(head_dim: int, itemsize: int, group: int = 1) -> DecodeConfig:
+    """What ``python -m flashinfer_ext aot`` found free of spills for this head dim and GQA group.
+
+    A tile's keys hang on two loads before them, so Triton holds one tile of K and V in shared
+    memory up to 6 stages, and another for every 3 more.
+    """
+    if itemsize > 2:
+        return DecodeConfig(16, 4, 2)
+    if group > 16:
+        return DecodeConfig(32, 8, 7)
+    return DecodeConfig(64, 4, 7) if head_dim <= 128 else DecodeConfig(16, 8, 13)
 
 
 class TritonDecode:
@@ -109,7 +115,7 @@ class TritonDecode:
         layout, work = self.layout, self.work
         count = self.heads.shape[1]
         rows = batch.rows * count
-        config = decode_config(layout.head_dim, arena.element_size())
+        config = decode_config(layout.head_dim, arena.element_size(), self.group)
         none = work.chunks
         shape = {
             "HEADS": count, "GROUP": self.group, "BLOCK_G": _block(self.group),

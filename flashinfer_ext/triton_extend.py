@@ -33,11 +33,11 @@ def extend_config(head_dim: int, itemsize: int, capability: int) -> ExtendConfig
     ``capability``: 80, 90, 100; 0 for the CPU's interpreter.
     """
     if itemsize > 2:
-        return ExtendConfig(32, 32, 4, 1)
+        return ExtendConfig(32, 16, 4 if head_dim <= 64 else 8, 1)
     if head_dim > 128:
-        return ExtendConfig(64, 32, 8, 1)
+        return ExtendConfig(64, 32, 8, 2)
     if capability and capability < 90:
-        return ExtendConfig(64, 32 if head_dim > 64 else 64, 4, 2)
+        return ExtendConfig(64, 32, 4 if head_dim <= 64 else 8, 2)
     return ExtendConfig(64, 64, 4, 2)
 
 

@@ -43,7 +43,9 @@ class WorkList:
     @classmethod
     def allocate(cls, layers: int, rows: int, target: int, device: str | torch.device) -> WorkList:
         """Buffers for ``rows`` rows a layer and ``target`` extra items (about twice the GPU's
-        multiprocessors)."""
+        multiprocessors). Raises ValueError: no extra item."""
+        if target < 1:
+            raise ValueError(f"{target} items beyond one per row: at least 1 is needed")
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -81,7 +83,7 @@ class WorkList:
             self.row_parts.shape[1], self.target,
             HEADS=count, FROZEN=frozen is not None, STEP=CHUNK_STEP,
             BLOCK=triton.next_power_of_2(rows), ITEM_BLOCK=256,
-            num_warps=4 if rows <= 2048 else 16,
+            num_warps=min(32, max(4, triton.next_power_of_2(rows) // 256)),
         )  # fmt: skip
 
 

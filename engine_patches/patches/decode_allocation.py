@@ -10,7 +10,7 @@ def alloc_for_decode(original, batch, token_per_req):
     locations = original(batch, token_per_req)
     served = serving.current()
     if served is not None:
-        batch.raggedkv_plan = served.allocator.decode_batch(batch, locations)
+        batch.raggedkv_plan = served.allocator.decode_batch(batch)
     return locations
 
 

@@ -10,7 +10,7 @@ def alloc_for_extend(original, batch):
     result = original(batch)
     served = serving.current()
     if served is not None:
-        batch.raggedkv_plan = served.allocator.extend_batch(batch, result[0])
+        batch.raggedkv_plan = served.allocator.extend_batch(batch)
     return result
 
 

@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -321,25 +322,24 @@ class Engine:
 
     # -- forwards ------------------------------------------------------------------------------
 
-    def _grow(self, req: Request, count: int) -> list[int]:
-        """Logical slots of the next ``count`` tokens."""
-        missing = -(-(req.computed + count) // self.size) - len(req.row)
-        req.row.extend(self.allocator.take(missing))
-        span = range(req.computed, req.computed + count)
-        return [req.row[t // self.size] * self.size + t % self.size for t in span]
+    def _grow(self, batch: list[tuple[Request, int]]) -> None:
+        """Logical pages of each request's next tokens, of one allocation, dealt in order."""
+        missing = [-(-(req.computed + n) // self.size) - len(req.row) for req, n in batch]
+        pages = iter(self.allocator.take(sum(missing)))
+        for (req, _), count in zip(batch, missing, strict=True):
+            req.row.extend(islice(pages, count))
 
     def _ids(self, req: Request) -> np.ndarray:
         return np.array(self.contents.identities(req))
 
     def _allocate_extend(self, batch: list[tuple[Request, int]]) -> ExtendPlan:
         reqs, counts = zip(*batch, strict=True)
-        slots = [s for req, count in batch for s in self._grow(req, count)]
+        self._grow(batch)
         starts = [req.computed for req in reqs]
         plan = self.allocator.extend_batch(
             SimpleNamespace(
                 reqs=reqs, prefix_lens=starts, extend_lens=counts, tree_cache=self.tree
-            ),
-            torch.tensor(slots, dtype=torch.int64),
+            )
         )
         if self.setup.hostile:
             self.ledger.evict(self.ledger.capacity)
@@ -385,11 +385,8 @@ class Engine:
 
     def _forward_decode(self, batch: list[Request]) -> None:
         crossing = [req for req in batch if req.computed % self.size == 0]
-        slots = [self._grow(req, 1)[0] for req in batch]
-        plan = self.allocator.decode_batch(
-            SimpleNamespace(reqs=batch, tree_cache=self.tree),
-            torch.tensor(slots, dtype=torch.int64),
-        )
+        self._grow([(req, 1) for req in batch])
+        plan = self.allocator.decode_batch(SimpleNamespace(reqs=batch, tree_cache=self.tree))
         assert plan.query_positions.tolist() == [req.computed for req in batch]
         ids = [self._ids(req) for req in batch]
         fresh = np.array([x[req.computed] for x, req in zip(ids, batch, strict=True)])

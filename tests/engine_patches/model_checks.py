@@ -35,7 +35,10 @@ class Checks:
         pinned = ((holds > 0).sum(axis=1) * self.ledger.units).sum()
         pinned += sum(freezing.compact_pages(self.engine.setup, req) for req in alive)
         assert self.ledger.pinned == pinned, "pinned differs from a recount"
-        assert not self.ledger.live[:, self.engine.allocator.free_pages.numpy()].any()
+        allocator = self.engine.allocator
+        free = allocator.free_pages.numpy()
+        assert not self.ledger.live[:, free].any()
+        assert np.array_equal(allocator.host_free.pages, free), "the host's free list is another"
         self._check_requests(alive)
         self._check_tree()
 

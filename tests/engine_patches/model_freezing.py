@@ -99,6 +99,8 @@ def serving_of(setup: Setup, freezer: ModelFreezer | None) -> SimpleNamespace:
     """What the allocator asks of ``engine_patches.serving``."""
     return SimpleNamespace(
         freezer=freezer,
+        frozen_store=None,
+        kernel="reference",
         wish=partial(wish_of, default=setup.budget, retains=setup.freezes),
         request=SimpleNamespace(budget=setup.budget),
     )

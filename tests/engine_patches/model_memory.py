@@ -295,6 +295,6 @@ class Allocator(RaggedAllocator):
 
     def take(self, count: int) -> list[int]:
         self.evict_to_free_tokens(self.tree_cache, count * self.page_size)
-        assert len(self.free_pages) >= count, "the model ran out of logical pages"
-        pages, self.free_pages = self.free_pages[:count].tolist(), self.free_pages[count:]
-        return pages
+        slots = self.alloc(count * self.page_size)
+        assert slots is not None, "the model ran out of logical pages"
+        return (slots[:: self.page_size] // self.page_size).tolist()

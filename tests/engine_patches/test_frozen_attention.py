@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from engine_patches import freezing
 from engine_patches.backend import RaggedAttentionBackend
 from engine_patches.budget import Budget, Wish
 from engine_patches.freeze import Freeze, Freezer
+from engine_patches.kernels.reference import ReferenceKernel
+from engine_patches.kernels.triton import TritonKernel
 from engine_patches.ledger import PageLedger
 from engine_patches.plan import LevelDecode, Planner
 from engine_patches.residents import Resident, Residents
@@ -122,9 +125,15 @@ class Text:
 
 
 class TwoLayers:
-    """Plans and runs batches through the real backend, as the allocator's hooks do."""
+    """Plans and runs batches through the real backend, as the allocator's hooks do.
 
-    def __init__(self, rule: RetentionRule, cap: float = 0.0, pages: int = 120) -> None:
+    The kernel is the reference, or Triton's in its interpreter, for which the page table stays
+    behind while a forward may run and is looked up through a request table.
+    """
+
+    def __init__(
+        self, rule: RetentionRule, cap: float = 0.0, pages: int = 120, kernel: str = "reference"
+    ) -> None:
         layout = ArenaLayout(pages, PAGE, DIM, V_DIM)
         self.arena = torch.full((pages, layout.page_elements), math.nan)
         self.keys, self.values = layout.keys(self.arena), layout.values(self.arena)
@@ -133,23 +142,46 @@ class TwoLayers:
         self.planner = Planner(self.residents)
         self.tables = tables_of(rule)
         self.freezer = Freezer(self.tables, *UNITS, self.keys, self.values)
-        self.served = SimpleNamespace(plan=None, freezer=self.freezer)
-        self.backend = self._backend()
+        self.served = SimpleNamespace(
+            plan=None, freezer=self.freezer, frozen_store=None, kernel=kernel
+        )
+        self.slots = torch.zeros(9, 160, dtype=torch.int32)
+        self.backend = self._backend(layout)
         self.layers = [self._layer(i, cap) for i in range(2)]
         self.cap, self.next_page = cap, 1
 
     def _poison(self, pages: torch.Tensor) -> None:
         self.arena[pages] = math.nan
 
-    def _backend(self) -> RaggedAttentionBackend:
+    def _backend(self, layout: ArenaLayout) -> RaggedAttentionBackend:
         backend = RaggedAttentionBackend.__new__(RaggedAttentionBackend)
-        backend.served, backend._freezer = self.served, self.freezer
-        backend.pool = SimpleNamespace(keys=self.keys, values=self.values, ledger=self.ledger)
-        backend._levels = {
-            layer: [(k, torch.tensor(rows), torch.tensor(heads)) for k, rows, heads in members]
-            for layer, members in MEMBERS.items()
-        }
+        backend.served = self.served
+        pool = SimpleNamespace(
+            arena=self.arena, layout=layout, keys=self.keys, values=self.values,
+            ledger=self.ledger, heads_of_level=MEMBERS, head_num=HEADS,
+        )  # fmt: skip
+        if self.served.kernel == "reference":
+            backend.kernel = ReferenceKernel(self.served, pool)
+        else:
+            requests = SimpleNamespace(req_to_token=self.slots)
+            backend.kernel = TritonKernel(self.served, pool, requests, {}, GROUPS)
         return backend
+
+    def _batch(self, mode: ForwardMode, spans: list[tuple[Text, int, int]]) -> SimpleNamespace:
+        """What SGLang tells a forward; the request table is written as it does."""
+        slots = []
+        for text, begin, end in spans:
+            t = torch.arange(begin, end)
+            pages = torch.tensor(text.resident.pages)[t // PAGE]
+            slots.append(pages * PAGE + t % PAGE)
+            self.slots[text.resident.slot, begin:end] = slots[-1].int()
+        if self.served.kernel != "reference":
+            self.ledger.fall_behind()
+        return SimpleNamespace(
+            forward_mode=mode, out_cache_loc=torch.cat(slots),
+            seq_lens=torch.tensor([end for _, _, end in spans]),
+            req_pool_indices=torch.tensor([text.resident.slot for text, _, _ in spans]),
+        )  # fmt: skip
 
     def _layer(self, index: int, cap: float) -> SimpleNamespace:
         return SimpleNamespace(
@@ -161,19 +193,20 @@ class TwoLayers:
     def start(self, text: Text) -> None:
         wish = Wish(None if text.budget is None else Budget(tokens=text.budget))
         text.resident = self.residents.admit([], freeze=self.freezer.plan(text.prompt, wish))
+        text.resident.slot = len(self.residents.running) + 2
 
     def _new_pages(self, resident: Resident, length: int) -> list[int]:
         count = -(-length // PAGE) - len(resident.pages)
         self.next_page += count
         return list(range(self.next_page - count, self.next_page))
 
-    def _attend(self, forward, spans: list[tuple[Text, int, int]]) -> None:
+    def _attend(self, forward, batch, spans: list[tuple[Text, int, int]]) -> None:
         for i, layer in enumerate(self.layers):
             q, k, v = (
                 torch.cat([text.qkv[i][x][a:b] for text, a, b in spans]).flatten(1)
                 for x in range(3)
             )
-            out = forward(q, k, v, layer, None).view(-1, HEADS, GROUPS, V_DIM)
+            out = forward(q, k, v, layer, batch).view(-1, HEADS, GROUPS, V_DIM)
             parts = out.split([b - a for _, a, b in spans])
             for part, (text, _, _) in zip(parts, spans, strict=True):
                 text.outputs[i].append(part)
@@ -193,8 +226,9 @@ class TwoLayers:
         starts = [a for _, a, _ in spans]
         plan = self.planner.extend([r for r, _, _ in grown], starts, history, tokens)
         self.served.plan = plan
-        self.backend.init_forward_metadata(None)
-        self._attend(self.backend.forward_extend, spans)
+        batch = self._batch(ForwardMode.EXTEND, spans)
+        self.backend.init_forward_metadata(batch)
+        self._attend(self.backend.forward_extend, batch, spans)
         for (text, _, _), chunk in zip(spans, plan.observed, strict=True):
             if chunk is not None and chunk.freeze.measures_loss:
                 chunk.freeze.add_loss(text.nlls[chunk.targets])
@@ -208,6 +242,8 @@ class TwoLayers:
             freeze = resident.freeze
             if freeze and not freeze.done and resident.length == freeze.prompt:
                 freezing.settle(self.residents, resident)
+                if self.served.frozen_store is not None:
+                    self.served.frozen_store.add(resident.slot, freeze)
                 freezing.trim(self.residents, resident)
 
     def decode(self, batch: list[Text]) -> None:
@@ -217,8 +253,9 @@ class TwoLayers:
             new = self._new_pages(text.resident, end)
             self.residents.decode(text.resident, new[0] if new else None)
         self.served.plan = self.planner.decode([text.resident for text in batch])
-        self.backend.init_forward_metadata(None)
-        self._attend(self.backend.forward_decode, spans)
+        now = self._batch(ForwardMode.DECODE, spans)
+        self.backend.init_forward_metadata(now)
+        self._attend(self.backend.forward_decode, now, spans)
 
     def check(self, text: Text) -> None:
         """All outputs so far are those of dense attention, masked to the kept sets."""
@@ -247,13 +284,16 @@ def run_chunks(engine: TwoLayers, texts: list[Text], chunk: int, ends: list[int]
         engine.prefill(batch)
 
 
+CASES = [(RULE, 3.0), (RULES["head"], 0.0), (RULES["paper"], 0.0), (MIX, 3.0), (MIX, 0.0)]
+
+
 @pytest.mark.parametrize(
-    ("rule", "cap"),
-    [(RULE, 3.0), (RULES["head"], 0.0), (RULES["paper"], 0.0), (MIX, 3.0), (MIX, 0.0)],
+    ("rule", "cap", "chunk", "kernel"),
+    [(*case, chunk, "reference") for case in CASES for chunk in (9, 16, 50)]
+    + [(RULE, 3.0, 25, "triton"), (MIX, 0.0, 9, "triton")],
 )
-@pytest.mark.parametrize("chunk", [9, 16, 50])
-def test_frozen_and_plain_requests_decode_together(chunk, rule, cap):
-    engine = TwoLayers(rule, cap)
+def test_frozen_and_plain_requests_decode_together(rule, cap, chunk, kernel):
+    engine = TwoLayers(rule, cap, kernel=kernel)
     texts = [Text(0, 75, 36, 20), Text(1000, 50, 36, None), Text(2000, 64, 36, 33)]
     texts += [Text(3000, 11, 36, 400), Text(4000, 3, 36, 1)]
     for text in texts:
@@ -271,10 +311,13 @@ def test_frozen_and_plain_requests_decode_together(chunk, rule, cap):
 
 
 @pytest.mark.parametrize("rule", [RULE, MIX], ids=lambda rule: rule.name)
-@pytest.mark.parametrize(("rest", "cap"), [(1, 0.0), (7, 3.0), (30, 0.0)])
-def test_a_resumed_answer_is_prefilled_on_the_frozen_prompt(rest, cap, rule):
+@pytest.mark.parametrize(
+    ("rest", "cap", "kernel"),
+    [(1, 0.0, "reference"), (7, 3.0, "reference"), (30, 0.0, "reference"), (17, 3.0, "triton")],
+)
+def test_a_resumed_answer_is_prefilled_on_the_frozen_prompt(rest, cap, kernel, rule):
     """After a retraction: the prompt freezes again, its answer so far follows in chunks."""
-    engine = TwoLayers(rule, cap)
+    engine = TwoLayers(rule, cap, kernel=kernel)
     texts = [Text(0, 75, 36, 20), Text(1000, 48, 36, None), Text(2000, 64, 36, 33)]
     for text in texts:
         engine.start(text)

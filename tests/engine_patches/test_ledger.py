@@ -329,3 +329,42 @@ def test_counts_cost_no_look_at_the_table(ledger):
         1,
         [0, 2, 0],
     )
+
+
+def _fill(ledger: PageLedger) -> tuple[PageLedger, object]:
+    for level in (0, 1):
+        ledger.bind(level, [1, 2, 3])
+        ledger.acquire(level, [1, 2])
+    return ledger, ledger.take(1, np.array([1, 2]))
+
+
+def _change(ledger: PageLedger, private) -> None:
+    """What handling a batch's results may do: releases, moves, evictions, ends of freezes."""
+    ledger.retain(0, ledger.release(0, [1]))
+    ledger.release_pages(0, [3])
+    ledger.move(1, 3, 5)
+    ledger.drop([5])
+    ledger.trim(private, np.array([1, 1]))
+    ledger.evict(2)
+    ledger.give_back(private)
+    ledger.drop([9])
+
+
+def test_the_devices_copy_stays_behind_until_it_catches_up():
+    """Counts go on at once; table, free stack and private pages change later, to the same."""
+    levels = (Level(0, 64, 4, (0, 1, 2)), Level(1, FULL, 0, (3, 4)))
+    (now, first), (later, second) = (_fill(PageLedger(levels, 40, 12)) for _ in range(2))
+    _change(now, first)
+    table, stack, ids = later.table.clone(), later._stack.clone(), second.ids.clone()
+    later.fall_behind()
+    _change(later, second)
+    assert (later.free, later.pinned, later.evictable) == (now.free, now.pinned, now.evictable)
+    assert torch.equal(later.table, table) and torch.equal(later._stack, stack)
+    assert torch.equal(second.ids, ids) and not torch.equal(now.table, table)
+    later.lift_fence()
+    assert torch.equal(later.table, now.table) and torch.equal(second.ids, first.ids)
+    assert torch.equal(later._stack[: later.free], now._stack[: now.free])
+    assert later.check_integrity() == []
+    later.bind(0, [7])
+    now.bind(0, [7])
+    assert torch.equal(later.table, now.table)

@@ -115,7 +115,7 @@ def test_clear_forgets_them(ledger):
         (lambda x, p: p.counts.__setitem__(0, 1), "private pages lost"),
         (lambda x, p: x._private.clear(), "owners"),
         (lambda x, p: setattr(x, "pinned", x.pinned - 1), "recount differs"),
-        (lambda x, p: x._push(p.ids[0, :1]), "owners"),
+        (lambda x, p: x._push(lambda: p.ids[0, :1], 1), "owners"),
     ],
 )
 def test_the_audit_sees_each_kind_of_damage(ledger, damage, fault):

@@ -17,8 +17,9 @@ from tests.engine_patches import policies
 from tests.harness import corpora
 
 ATOL = 1e-4
-KV_BYTES = 330_000_000
-PROMPT, OUTPUT = 1700, 24
+KV_BYTES = 120_000_000
+PROMPT, OUTPUT = 600, 24
+WINDOWS = (32, 48, 96, 160)
 STOCK = ("--attention-backend", "torch_native")
 
 
@@ -94,7 +95,7 @@ def peak_running(server, prompts) -> tuple[int, list]:
 def test_same_bytes_run_as_many_more_requests_as_predicted(
     server_factory, smollm2, tokenizer, tmp_path
 ):
-    policy = policies.mixed(smollm2, sinks=4, sizes=(64, 100, 256, 512), seed=1)
+    policy = policies.mixed(smollm2, sinks=4, sizes=WINDOWS, seed=1)
     geometry = read_geometry(smollm2).with_kv_dtype_bytes(4)
     stored = PROMPT + OUTPUT
     dense = WindowPolicy.full(geometry).levels()
@@ -115,7 +116,7 @@ def test_same_bytes_run_as_many_more_requests_as_predicted(
 
 
 def test_peak_pages_of_one_request_equal_the_formula(server_factory, smollm2, tokenizer, tmp_path):
-    policy = policies.mixed(smollm2, sinks=4, sizes=(64, 100, 256, 512), seed=1)
+    policy = policies.mixed(smollm2, sinks=4, sizes=WINDOWS, seed=1)
     server = ragged(server_factory, smollm2, str(policies.write(policy, tmp_path)))
     server.flush_cache()  # also forgets earlier peaks
     server.generate(corpora.prompts(tokenizer(smollm2), [777], seed=10)[0], 60)
