@@ -9,10 +9,14 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export PYTHON
 
-.PHONY: help env demo test test-all lint format wheel lock clean
+# A bare GPU machine has no virtual environment, and cannot make one.
+GPU_PY = $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+GPU_CHECK_ARGS ?=
+
+.PHONY: help env demo test test-all gpu-check gpu-check-bundle lint format wheel lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 env: ## create the virtual environment (VENV=.venv), or reuse it when the lock is unchanged
 	@.ci/env $(VENV)
@@ -26,6 +30,12 @@ test: env ## run the tests (but slow ones and those for a GPU)
 
 test-all: env ## run every test that this machine can run
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+gpu-check: ## test and benchmark the kernels on a CUDA GPU (8 minutes; results in out/gpu-check)
+	@$(GPU_PY) -m flashinfer_ext.gpu_check $(GPU_CHECK_ARGS)
+
+gpu-check-bundle: env ## collect what gpu-check needs on a GPU machine without a network
+	@$(PY) -m flashinfer_ext.gpu_check --make-bundle $(GPU_CHECK_ARGS)
 
 lint: env ## check style with ruff
 	$(PY) -m ruff check .

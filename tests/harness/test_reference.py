@@ -22,6 +22,12 @@ def stock_logprobs(model_dir, ids: list[int], attention: str) -> torch.Tensor:
         return model.eval()(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
 
 
+FAST_ON_SMOLLM2 = pytest.mark.parametrize(
+    "model_dir", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)], indirect=True,
+    scope="module",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def model_dir(request):
     return request.getfixturevalue(request.param)
@@ -47,6 +53,7 @@ def test_without_windows_it_is_stock_transformers(model_dir, prompt):
     )  # fmt: skip
 
 
+@FAST_ON_SMOLLM2
 def test_full_windows_change_nothing_and_small_ones_do(model_dir, prompt):
     plain = MaskedReference(model_dir)
     shape = (len(plain._layers), plain.model.config.num_key_value_heads)
@@ -57,6 +64,7 @@ def test_full_windows_change_nothing_and_small_ones_do(model_dir, prompt):
     assert np.abs(small - expected).max() > 0.1
 
 
+@FAST_ON_SMOLLM2
 def test_greedy_decoding_agrees_with_one_teacher_forced_pass(model_dir, prompt):
     plain = MaskedReference(model_dir)
     windows = np.full((len(plain._layers), plain.model.config.num_key_value_heads), 48)
