@@ -1,4 +1,4 @@
-"""``python -m flashinfer_ext``: checks of the GPU kernels that need no GPU."""
+"""``python -m flashinfer_ext``: check the kernels with and without a GPU, build FlashInfer's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import NoReturn
 
 from flashinfer_ext.aot import AotError, add_aot
 from flashinfer_ext.balance import BalanceError, add_balance
+from flashinfer_ext.gpu_check import add_gpu_check
 
 EXIT_BAD_INPUT = 2
+BUILD = "build-flashinfer"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,6 +23,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its status, or 2 after one line on stderr for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [BUILD]:  # parses its own options: the build's child processes share them
+        from flashinfer_ext.flashinfer_build import build_command
+
+        return build_command(argv[1:])
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)
@@ -39,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     add_aot(commands)
     add_balance(commands)
+    add_gpu_check(commands)
+    commands.add_parser(BUILD, help="compile the FlashInfer variants", add_help=False)
     return parser
 
 

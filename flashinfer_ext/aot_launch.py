@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from flashinfer_ext import triton_extend
 from flashinfer_ext.contract import (
+    ITEMS_PER_PROCESSOR,
     ArenaLayout,
     DecodeBatch,
     ExtendBatch,
@@ -144,7 +145,7 @@ def _empty(case: Case, *shape: int) -> torch.Tensor:
 
 
 def _decoder(case: Case, arch: int) -> tuple[TritonDecode, DecodeBatch, FrozenPrompts | None]:
-    target = 2 * MULTIPROCESSORS[arch]
+    target = ITEMS_PER_PROCESSOR * MULTIPROCESSORS[arch]
     decode = TritonDecode(_layout(case), _heads(), case.group, case.rows, "meta", target)
     batch = DecodeBatch(_ints(case.rows), _ints(case.rows))
     units, long = LAYERS * HEADS, torch.int64

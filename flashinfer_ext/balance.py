@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from flashinfer_ext.contract import CHUNK_STEP, ITEMS_PER_PROCESSOR
+
 FULL = 2**31 - 1
-CHUNK_STEP = 64  # triton_work's; not imported, because Triton is not needed here
 SGLANG_BLOCK, SGLANG_SPLITS = 32, 8  # its smallest split in tokens, its default most splits
 
 
@@ -42,11 +43,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Chip(msgspec.Struct, frozen=True):
-    """``sms`` multiprocessors, and how many CTAs of a kernel share one: ``ours`` by the AOT
-    figures for D 128, FlashInfer's CUDA-core decode at its likely best, ``flashinfer``."""
+    """``sms`` multiprocessors, and how many CTAs of FlashInfer's CUDA-core decode share one, at
+    its likely best, ``flashinfer``."""
 
     sms: int = 132
-    ours: int = 2
     flashinfer: int = 8
 
 
@@ -73,7 +73,9 @@ def our_items(reads: np.ndarray, target: int) -> np.ndarray:
     """
     total = int(reads.sum())
     chunk = max(-(-total // (target * CHUNK_STEP)) * CHUNK_STEP, CHUNK_STEP)
-    return _pieces(reads.ravel(), np.full(reads.size, chunk))
+    items = _pieces(reads.ravel(), np.full(reads.size, chunk))
+    long = 2 * items >= chunk
+    return np.concatenate([items[long], items[~long]])
 
 
 def sglang_splits(lengths: Sequence[int], heads: int, group: int, sms: int) -> np.ndarray:
@@ -150,7 +152,7 @@ def cuts_of(batch: Batch, chip: Chip, page: int = 16) -> list[Cut]:
     decode = flashinfer_decode_chunk(flat, page, chip.flashinfer * chip.sms)
     prefill = flashinfer_prefill_chunk(flat, page, 2 * chip.sms)
     schemes: dict[str, Callable[[], np.ndarray]] = {
-        "RaggedKV work list": lambda: our_items(reads, chip.ours * chip.sms),
+        "RaggedKV work list": lambda: our_items(reads, ITEMS_PER_PROCESSOR * chip.sms),
         "per-request splits (SGLang)": lambda: sglang_items(batch, chip.sms),
         f"FlashInfer decode, {chip.flashinfer} CTAs/SM": lambda: _pieces(
             flat, np.full(flat.size, decode or int(flat.max()))

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+CHUNK_STEP = 64
+"""Decode work items are multiples of so many tokens: a whole number of key tiles."""
+
+ITEMS_PER_PROCESSOR = 4
+"""Decode work items beyond one per row, for each of a GPU's multiprocessors: enough that the last
+ones end close together (``python -m flashinfer_ext balance``)."""
+
 
 @dataclass(frozen=True)
 class ArenaLayout:

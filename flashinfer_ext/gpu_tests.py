@@ -38,7 +38,7 @@ def count_outcomes(output: str) -> dict[str, Any]:
     return {"counts": dict(counts), "failures": failures[:20]}
 
 
-def test_command(root: Path, bundle: Path | None, missing: Sequence[str], dry: bool) -> list[str]:
+def pytest_command(root: Path, bundle: Path | None, missing: Sequence[str], dry: bool) -> list[str]:
     """The command line. ``missing``: why FlashInfer's own tests cannot run, if they cannot."""
     command = [sys.executable, "-c", LAUNCH, str(bundle / "site") if bundle else "", "-m", "gpu"]
     command += ["tests/flashinfer_ext", "-p", "no:cacheprovider"]
@@ -83,7 +83,7 @@ def run_tests(
         return {"status": "unavailable", "reason": "pytest is not installed"}
     environment = python_environment(root)
     environment["TRITON_INTERPRET"] = "0"
-    command = test_command(root, bundle, missing, dry)
+    command = pytest_command(root, bundle, missing, dry)
     code = _limited(command, root, environment, max(seconds, 1), log)
     output = log.read_text(errors="replace")
     result: dict[str, Any] = {"notes": list(missing)} if missing else {}

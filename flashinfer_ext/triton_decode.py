@@ -14,9 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from flashinfer_ext.contract import ArenaLayout, DecodeBatch, FrozenPrompts, LayerHeads, PageTable
+from flashinfer_ext.contract import (
+    CHUNK_STEP,
+    ITEMS_PER_PROCESSOR,
+    ArenaLayout,
+    DecodeBatch,
+    FrozenPrompts,
+    LayerHeads,
+    PageTable,
+)
 from flashinfer_ext.triton_tiles import UNLIMITED, absorb, finish, load_tile, scores_of
-from flashinfer_ext.triton_work import CHUNK_STEP, WorkList, span_of
+from flashinfer_ext.triton_work import WorkList, span_of
+
+MERGED = 16
+"""Partial results that the merge takes at once."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class TritonDecode:
         group: query heads of a kv head, G.
         max_rows: most requests of a batch, padded ones included.
         device: of the arena.
-        target: items beyond one per row; None takes two per multiprocessor (64 on a CPU).
+        target: items beyond one per row; None takes four per multiprocessor (64 on a CPU).
 
     Raises:
         ValueError: G above 64.
@@ -130,7 +141,7 @@ class TritonDecode:
             frozen.prompts if frozen else none, frozen.counts if frozen else none,
             frozen.starts if frozen else none, frozen.pages if frozen else none,
             frozen.counts.shape[1] if frozen else 0,
-            work.item_rows, work.item_parts, work.row_parts, work.chunks, layer,
+            work.item_rows, work.item_parts, work.row_firsts, work.row_parts, work.chunks, layer,
             work.item_rows.shape[1], work.row_parts.shape[1],
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), out_lse.stride(0),
             table.pages.stride(0), table.slots.stride(0), scale,
@@ -139,10 +150,10 @@ class TritonDecode:
             FROZEN=frozen is not None, num_stages=config.stages, **shape,
         )  # fmt: skip
         if may_split:
-            _merge_kernel[(rows,)](
+            _merge_kernel[(rows, self.group)](
                 self._partial, self._partial_lse, out, out_lse, work.row_firsts, work.row_parts,
                 layer, work.row_parts.shape[1], out.stride(0), out.stride(1), out_lse.stride(0),
-                **shape,
+                MERGED=MERGED, **shape,
             )  # fmt: skip
         return out
 
@@ -154,15 +165,15 @@ def _block(size: int) -> int:
 def _default_target(device: str | torch.device) -> int:
     if torch.device(device).type != "cuda":
         return CHUNK_STEP
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return ITEMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units", "layer", "item_stride", "row_stride"])
 def _decode_kernel(
     q, arena, out, out_lse, partial, partial_lse,
     pages, slots, requests, lengths, units, windows, sinks,
     prompts, counts, starts, compact, num_units,
-    item_rows, item_parts, row_parts, chunks, layer,
+    item_rows, item_parts, row_firsts, row_parts, chunks, layer,
     item_stride, row_stride,
     stride_qr, stride_qh, stride_or, stride_oh, stride_lr,
     stride_page, stride_slot, scale,
@@ -231,40 +242,43 @@ def _decode_kernel(
         if HAS_LSE:
             tl.store(out_lse + r * stride_lr + h * GROUP + g, lse, mask=g < GROUP)
     else:
-        place = item * GROUP + g
+        place = (tl.load(row_firsts + layer * row_stride + row) + part) * GROUP + g
         tl.store(partial + place[:, None] * DV + dv[None, :], result, mask=columns)
         tl.store(partial_lse + place, lse, mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "row_stride"])
 def _merge_kernel(
     partial, partial_lse, out, out_lse, row_firsts, row_parts, layer, row_stride,
     stride_or, stride_oh, stride_lr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LSE: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LSE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row, g = tl.program_id(0), tl.program_id(1)
     parts = tl.load(row_parts + layer * row_stride + row)
     if parts == 1:
         return
     first = tl.load(row_firsts + layer * row_stride + row)
     r, h = row // HEADS, row % HEADS
-    g = tl.arange(0, BLOCK_G)
     dv = tl.arange(0, BLOCK_DV)
-    columns = (g < GROUP)[:, None] & (dv < DV)[None, :]
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-    for item in range(first, first + parts):
-        place = item * GROUP + g
-        value = tl.load(partial + place[:, None] * DV + dv[None, :], mask=columns, other=0.0)
-        lse = tl.load(partial_lse + place, mask=g < GROUP, other=0.0)
-        new = tl.maximum(top, lse)
-        decay, weight = tl.exp(top - new), tl.exp(lse - new)
-        mass = mass * decay + weight
-        acc = acc * decay[:, None] + value * weight[:, None]
+    top = float("-inf")
+    mass = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, parts, MERGED):
+        part = start + tl.arange(0, MERGED)
+        live = part < parts
+        place = (first + part) * GROUP + g
+        value = tl.load(
+            partial + place[:, None] * DV + dv[None, :],
+            mask=live[:, None] & (dv < DV)[None, :], other=0.0,
+        )  # fmt: skip
+        lse = tl.load(partial_lse + place, mask=live, other=float("-inf"))
+        new = tl.maximum(top, tl.max(lse, 0))
+        decay, weights = tl.exp(top - new), tl.exp(lse - new)
+        mass = mass * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(value * weights[:, None], 0)
         top = new
-    target = out + r.to(tl.int64) * stride_or + (h * GROUP + g)[:, None] * stride_oh
-    tl.store(target + dv[None, :], (acc / mass[:, None]).to(out.dtype.element_ty), mask=columns)
+    target = out + r.to(tl.int64) * stride_or + (h * GROUP + g) * stride_oh
+    tl.store(target + dv, (acc / mass).to(out.dtype.element_ty), mask=dv < DV)
     if HAS_LSE:
-        tl.store(out_lse + r * stride_lr + h * GROUP + g, top + tl.log(mass), mask=g < GROUP)
+        tl.store(out_lse + r * stride_lr + h * GROUP + g, top + tl.log(mass))

@@ -115,7 +115,7 @@ def _fresh_tile(x, rows, live, stride, DIM: tl.constexpr, BLOCK: tl.constexpr):
     return tl.load(x + rows.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "requests"])
 def _extend_kernel(
     q, k, v, arena, out, out_lse, offsets, begins, page_starts, position_starts, counts,
     pages, positions, units, windows, sinks, first_head, requests,

@@ -43,7 +43,7 @@ def store(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head", "tokens"])
 def _store_kernel(
     k, v, arena, pages, units, slots, first_head, tokens,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_page,

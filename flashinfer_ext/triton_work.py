@@ -3,8 +3,9 @@
 A row is one (request, kv head) of one layer. With rows of very different lengths, as windows make
 them, one program per row would wait for the longest. So a layer's tokens are cut into chunks of
 one size, chosen so that there are at most ``rows + target`` chunks: as many programs are launched,
-whatever the lengths, and the surplus returns at once. That needs no look at the lengths from the
-host, so a captured CUDA graph stays right when they change.
+whatever the lengths, and the surplus returns at once. Long items come first: what starts last
+decides when the launch ends. That needs no look at the lengths from the host, so a captured CUDA
+graph stays right when they change.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashinfer_ext.contract import DecodeBatch, FrozenPrompts, LayerHeads
+from flashinfer_ext.contract import CHUNK_STEP, DecodeBatch, FrozenPrompts, LayerHeads
 from flashinfer_ext.triton_tiles import UNLIMITED
-
-CHUNK_STEP = 64
-"""Chunks are multiples of so many tokens: a whole number of key tiles."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,9 @@ class WorkList:
     """What each program of a decode launch does; one row of every array per layer.
 
     Fields, int32: ``item_rows`` [L, N] row r * H + h of the batch, -1 for none; ``item_parts``
-    [L, N] which chunk of the row; ``row_firsts`` [L, rows] first item of a row; ``row_parts``
-    [L, rows] its number of items, at least 1; ``chunks`` [L] tokens of an item; ``row_lengths``
-    [L, rows] tokens that the row reads.
+    [L, N] which chunk of the row; ``row_firsts`` [L, rows] place of a row's first partial result,
+    the others follow; ``row_parts`` [L, rows] its number of items, at least 1; ``chunks`` [L]
+    tokens of an item; ``row_lengths`` [L, rows] tokens that the row reads.
     """
 
     item_rows: torch.Tensor
@@ -42,8 +40,8 @@ class WorkList:
 
     @classmethod
     def allocate(cls, layers: int, rows: int, target: int, device: str | torch.device) -> WorkList:
-        """Buffers for ``rows`` rows a layer and ``target`` extra items (about twice the GPU's
-        multiprocessors). Raises ValueError: no extra item."""
+        """Buffers for ``rows`` rows a layer and ``target`` extra items (a few times the
+        GPU's multiprocessors). Raises ValueError: no extra item."""
         if target < 1:
             raise ValueError(f"{target} items beyond one per row: at least 1 is needed")
 
@@ -98,7 +96,8 @@ def span_of(length, window, sinks, prompt, kept):
     return tl.where(is_frozen, kept, 0), gap_at, gap, rest
 
 
-@triton.jit
+# Sizes that change between steps: else Triton would compile a kernel for each kind of number.
+@triton.jit(do_not_specialize=["num_units", "rows", "items", "item_stride", "row_stride", "target"])
 def _fill_kernel(
     requests, lengths, units, windows, sinks, prompts, counts, num_units,
     item_rows, item_parts, row_firsts, row_parts, row_lengths, chunks,
@@ -128,8 +127,12 @@ def _fill_kernel(
     chunk = ((total + target * STEP - 1) // (target * STEP) * STEP).to(tl.int32)
     chunk = tl.maximum(chunk, STEP)
     parts = tl.where(valid, tl.maximum((reads + chunk - 1) // chunk, 1), 0)
-    ends = tl.cumsum(parts, 0)
-    firsts = ends - parts
+    firsts = tl.cumsum(parts, 0) - parts
+    last = reads - (parts - 1) * chunk
+    long = tl.where(2 * last >= chunk, parts, parts - 1)
+    long = tl.where(valid, long, 0)
+    long_places = tl.cumsum(long, 0) - long
+    short_places = tl.sum(long, 0) + tl.cumsum(parts - long, 0) - (parts - long)
     tl.store(chunks + layer, chunk)
     tl.store(row_firsts + layer * row_stride + row, firsts, mask=valid)
     tl.store(row_parts + layer * row_stride + row, parts, mask=valid)
@@ -142,5 +145,6 @@ def _fill_kernel(
     most = tl.max(parts, 0)
     for part in range(0, most):
         mine = part < parts
-        tl.store(item_rows + layer * item_stride + firsts + part, row, mask=mine)
-        tl.store(item_parts + layer * item_stride + firsts + part, part, mask=mine)
+        place = layer * item_stride + tl.where(part < long, long_places + part, short_places)
+        tl.store(item_rows + place, row, mask=mine)
+        tl.store(item_parts + place, part, mask=mine)

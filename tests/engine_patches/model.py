@@ -337,9 +337,7 @@ class Engine:
         self._grow(batch)
         starts = [req.computed for req in reqs]
         plan = self.allocator.extend_batch(
-            SimpleNamespace(
-                reqs=reqs, prefix_lens=starts, extend_lens=counts, tree_cache=self.tree
-            )
+            SimpleNamespace(reqs=reqs, prefix_lens=starts, extend_lens=counts, tree_cache=self.tree)
         )
         if self.setup.hostile:
             self.ledger.evict(self.ledger.capacity)

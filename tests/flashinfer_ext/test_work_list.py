@@ -106,9 +106,18 @@ def check(batch: Batch, work: WorkList, layer: int, target: int) -> None:
         if row >= 0:
             covered[row] += range(part * chunk, min((part + 1) * chunk, tokens[row]))
     assert [sorted(covered[row]) for row in range(rows)] == [list(range(n)) for n in tokens]
-    for row, first in enumerate(work.row_firsts[layer, :rows].tolist()):
-        assert item_rows[first : first + parts[row]] == [row] * parts[row]
-        assert item_parts[first : first + parts[row]] == list(range(parts[row]))
+    firsts = work.row_firsts[layer, :rows].tolist()
+    places = sorted(
+        p for first, n in zip(firsts, parts, strict=True) for p in range(first, first + n)
+    )
+    assert places == list(range(sum(parts))), "partial results would share a place"
+    sizes = [
+        min(chunk, tokens[row] - part * chunk)
+        for row, part in zip(item_rows, item_parts, strict=True)
+        if row >= 0
+    ]
+    long = [2 * size >= chunk for size in sizes]
+    assert long == sorted(long, reverse=True), "a long item behind a short one"
 
 
 @pytest.mark.parametrize("target", [1, 3, 8])
