@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -344,11 +345,21 @@ class Server(Client):
         return ServerError(text, summary=message)
 
 
+PORTS = range(20000, 32000)
+"""Below what systems hand to connections: a server binds long after its port was chosen."""
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that is free now, and that nobody is likely to take soon.
+
+    Raises:
+        ServerError: none of many tried is free.
+    """
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no free TCP port among 100 of {PORTS.start} to {PORTS.stop - 1}")
 
 
 def _command(model_dir: Path, port: int, warmup: bool, flags: Sequence[str]) -> list[str]:

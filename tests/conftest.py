@@ -45,7 +45,12 @@ SLOW_TIMEOUT = 1500
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test has a timeout that ends its servers, unless it names its own."""
+    """Files that start servers come first: of two workers none should be left with the longest.
+
+    Every test has a timeout that ends its servers, unless it names its own.
+    """
+    serving = {item.path for item in items if "server_factory" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in serving)
     if not config.pluginmanager.hasplugin("timeout"):
         return  # a bare GPU machine, which runs the kernels' tests only
     for item in items:

@@ -112,6 +112,7 @@ def test_the_proof_and_the_start_up_table_name_the_choice(request_for):
         "budget": 0.6,
         "retention": None,
         "prompt_budget": None,
+        "kernel": "reference",
         "running": False,
     }
     served.arena_bytes = 1 << 20

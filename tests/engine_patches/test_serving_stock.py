@@ -40,7 +40,7 @@ def ragged(server_factory, model: Path, policy: str):
 @pytest.mark.parametrize(
     ("model_name", "lossless"),
     [
-        ("smollm2", ("full",)),
+        pytest.param("smollm2", ("full",), marks=pytest.mark.slow),  # two servers
         pytest.param("gemma3", ("full", "native"), marks=pytest.mark.slow),  # three servers
     ],
 )
@@ -92,6 +92,7 @@ def peak_running(server, prompts) -> tuple[int, list]:
     return peak, answers
 
 
+@pytest.mark.slow  # two servers, each filled to its last page
 def test_same_bytes_run_as_many_more_requests_as_predicted(
     server_factory, smollm2, tokenizer, tmp_path
 ):

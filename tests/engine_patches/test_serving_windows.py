@@ -36,14 +36,7 @@ class Served:
         return self.server.info()["internal_states"][0]["raggedkv"]
 
 
-# both models in turn where a test is cheap; else Gemma's is left to the slow tests
-FAST_ON_SMOLLM2 = pytest.mark.parametrize(
-    "served", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)], indirect=True,
-    scope="module",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def served(request, server_factory, tokenizer, tmp_path_factory) -> Served:
     model: Path = request.getfixturevalue(request.param)
     sinks = CASES[request.param]
@@ -63,7 +56,6 @@ def test_eight_concurrent_prompts_of_mixed_lengths_cold_then_warm(served: Served
             assert (answer.cached_tokens > 0) == (expect_hits and len(prompt) > 16)
 
 
-@FAST_ON_SMOLLM2
 def test_identical_prompts_at_once_share_their_pages(served: Served):
     served.server.flush_cache()
     prompt = corpora.prompts(served.tokenizer, [400], seed=2)[0]
@@ -71,7 +63,6 @@ def test_identical_prompts_at_once_share_their_pages(served: Served):
         served.check(prompt, answer)
 
 
-@FAST_ON_SMOLLM2
 def test_multi_turn_conversation_hits_and_stays_exact(served: Served):
     served.server.flush_cache()
     prompt: list[int] = []
@@ -83,7 +74,6 @@ def test_multi_turn_conversation_hits_and_stays_exact(served: Served):
         prompt = prompt + answer.output_ids
 
 
-@FAST_ON_SMOLLM2
 def test_a_shared_system_prompt_is_learned_as_a_branch_point(served: Served):
     served.server.flush_cache()
     shared = 600
@@ -98,7 +88,6 @@ def test_a_shared_system_prompt_is_learned_as_a_branch_point(served: Served):
     assert cached[2] == shared // 16 * 16, "the third branch hits where the second left the first"
 
 
-@FAST_ON_SMOLLM2
 def test_long_decode_slides_every_window(served: Served):
     prompt = corpora.prompts(served.tokenizer, [90], seed=5)[0]
     served.check(prompt, served.server.generate(prompt, 200))
