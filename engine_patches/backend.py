@@ -12,7 +12,7 @@ from engine_patches import serving
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.kernels.base import Kernel
-from engine_patches.kernels.choice import REFERENCE, TRITON, reads_table
+from engine_patches.kernels.choice import REFERENCE, TRITON, check_model, reads_table
 from engine_patches.pool import RaggedKVPool
 
 if TYPE_CHECKING:
@@ -94,11 +94,18 @@ class RaggedAttentionBackend(AttentionBackend):
 
 
 def _kernel(served: serving.Serving, pool: RaggedKVPool, runner: ModelRunner, group: int) -> Kernel:
-    """The kernel that was asked for. Kernels are imported only where they run."""
+    """The kernel that was asked for. Kernels are imported only where they run.
+
+    Side effect: ends the process if it does not cover this model.
+    """
     if served.kernel == REFERENCE:
         from engine_patches.kernels.reference import ReferenceKernel
 
         return ReferenceKernel(served, pool)
+    try:
+        check_model(served.kernel, group, str(runner.dtype), str(pool.arena.dtype))
+    except Refusal as refusal:
+        exit_refused(refusal)
     native = {x.layer_id: x.native_window for x in served.geometry.attention_layers}
     args = (served, pool, runner.req_to_token_pool, native, group)
     if served.kernel == TRITON:

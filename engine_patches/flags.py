@@ -143,6 +143,8 @@ def _request(args: argparse.Namespace) -> serving.ServeRequest:
 def _device(args: argparse.Namespace) -> str:
     import torch
 
+    if torch.version.hip:  # calls itself cuda, but orders forwards and allocations otherwise
+        return "rocm"
     chosen = getattr(args, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     return chosen.partition(":")[0]
 

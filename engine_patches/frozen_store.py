@@ -14,6 +14,7 @@ import torch
 
 from engine_patches.freeze import Freeze
 from engine_patches.ledger import PageLedger
+from engine_patches.upload import upload
 from flashinfer_ext.contract import FrozenPrompts
 
 
@@ -65,6 +66,11 @@ class FrozenStore:
         self._regions.pop(slot)
         return lambda: self.arrays.prompts[slot].zero_()
 
+    def clear(self) -> None:
+        """Forget every request."""
+        self._regions.clear()
+        self.arrays.prompts.zero_()
+
     def _gap(self, total: int) -> int | None:
         """Start of the first free stretch of ``total`` entries; None if there is none."""
         start = 0
@@ -77,9 +83,9 @@ class FrozenStore:
     def _write(self, slot: int, start: int, freeze: Freeze) -> None:
         counts, ids = freeze.pages.counts, freeze.pages.ids
         column = np.arange(ids.shape[1])[None, :] < counts[:, None]
-        cells = tuple(torch.from_numpy(axis).to(ids.device) for axis in np.nonzero(column))
+        cells = tuple(upload(axis, ids.device) for axis in np.nonzero(column))
         freeze.listed = int(counts.sum())
         self.arrays.pages[start : start + freeze.listed] = ids[cells]
-        starts = torch.from_numpy(start + np.cumsum(counts) - counts)
-        self.arrays.starts[slot, self._rows] = starts.to(ids.device, non_blocking=True)
+        starts = upload(start + np.cumsum(counts) - counts, ids.device)
+        self.arrays.starts[slot, self._rows] = starts
         self._regions[slot] = (start, freeze)

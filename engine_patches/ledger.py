@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from engine_patches.upload import upload
 from kvpolicy.windows import Level
 
 SINK_PAGE = 0
@@ -61,6 +62,8 @@ class PageLedger:
     other pages of a full level go when their logical page is dropped. *Private* pages are pinned.
     A *fenced* page is cached but still read by the forward being prepared; a *parked* page is free
     from the next ``lift_fence`` on.
+
+    Attributes: ``changes`` counts what was done to the table, the free stack and private pages.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class PageLedger:
         self._stack = torch.empty(self.capacity, dtype=torch.int32, device=self.device)
         self.live = np.zeros((len(levels), num_logical_pages), dtype=bool)
         self.hold = np.zeros((len(levels), num_logical_pages), dtype=np.int32)
+        self.changes = 0
         self.clear()
 
     def clear(self) -> None:
@@ -102,6 +106,7 @@ class PageLedger:
         self._private: set[PrivatePages] = set()
         self._behind = False
         self._waiting: list[Callable[[], object]] = []
+        self.changes += 1
         self.pinned = 0
         self.peak_pinned = 0
         self.peak_used = 0
@@ -343,8 +348,9 @@ class PageLedger:
         """A forward that reads the table was launched: leave the device's copy as it is.
 
         Counts and holds on the host go on; what they mean for the table, the free stack and
-        private pages is carried out, in order, by ``catch_up``. SGLang handles a batch's results
-        while the next forward is in flight, and only then waits for it.
+        private pages is carried out, in order, by ``catch_up``. SGLang may handle a batch's
+        results between the next one's allocation and its launch, and a freeze is settled on the
+        stream of the forward that is running.
         """
         self._behind = True
 
@@ -357,6 +363,7 @@ class PageLedger:
 
     def on_device(self, change: Callable[[], object]) -> None:
         """Carry out ``change`` to what forwards read, now or with ``catch_up``, in order."""
+        self.changes += 1
         if self._behind:
             self._waiting.append(change)
         else:
@@ -405,11 +412,11 @@ class PageLedger:
     # -- internals -----------------------------------------------------------------------------
 
     def _index(self, logical: Sequence[int]) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(logical, dtype=np.int64), device=self.device)
+        return upload(np.array(logical, dtype=np.int64), self.device)
 
     def _cells(self, mask: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Index of the true cells of a host mask; a mask on the device would synchronise."""
-        return tuple(torch.from_numpy(axis).to(self.device) for axis in np.nonzero(mask))
+        return tuple(upload(axis, self.device) for axis in np.nonzero(mask))
 
     def _push(self, take_ids: Callable[[], torch.Tensor], count: int) -> None:
         top = self._num_free

@@ -16,6 +16,7 @@ from engine_patches.freeze import Freeze, FreezeReport, ObservedChunk
 from engine_patches.freezing import full_level
 from engine_patches.ledger import SINK_PAGE
 from engine_patches.residents import Resident, Residents
+from engine_patches.upload import upload
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Planner:
         return ObservedChunk(freeze, min(begin, end) - start, bounds, targets, pages)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.device, non_blocking=True)
+        return upload(array.astype(np.int64), self.device)
 
     def _pages(self, k: int, logical: Sequence[int] | np.ndarray) -> torch.Tensor:
         return self.ledger.table[self.ledger.rows(k), self._tensor(np.asarray(logical, np.int64))]

@@ -74,6 +74,7 @@ REFUSED = (
     Refused("kv_cache_dtype", lambda v: v not in (None, *KV_DTYPES), "use auto or bf16"),
     Refused("page_size", lambda v: v not in (None, PAGE_SIZE), f"use --page-size {PAGE_SIZE}"),
     Refused("attention_backend", lambda v: v not in OWN_BACKENDS, f"drop it, or {BACKEND}"),
+    Refused("cuda_graph_config", _set, "use the --cuda-graph-* flags of the decode phase"),
     Refused("prefill_attention_backend", lambda v: v not in OWN_BACKENDS, "drop it"),
     Refused("decode_attention_backend", lambda v: v not in OWN_BACKENDS, "drop it"),
 )

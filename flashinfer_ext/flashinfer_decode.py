@@ -125,7 +125,8 @@ class FlashInferDecode:
         CUDA graphs before every replay, outside the graph, with the captured batch's row count.
 
         Args:
-            host_batch, host_frozen: the same on the CPU.
+            host_batch, host_frozen: the same on the CPU; of the latter only ``prompts`` and
+                ``counts`` are read.
 
         Raises:
             ValueError: more rows or pages than the buffers hold.
@@ -138,7 +139,8 @@ class FlashInferDecode:
             raise ValueError(f"{batch.rows} rows, the buffers hold {self.max_rows}")
         host_batch = on_host(batch) if host_batch is None else host_batch
         if frozen is not None and host_frozen is None:
-            host_frozen = on_host(frozen)
+            prompts, counts = frozen.prompts.cpu(), frozen.counts.cpu()
+            host_frozen = FrozenPrompts(prompts, counts, frozen.starts, frozen.pages)
         self._work.wait()
         size = self.layout.page_size
         rows = decode_rows(

@@ -92,7 +92,7 @@ def span_of(length, window, sinks, prompt, kept):
     first = tl.maximum(length - window, 0)
     gap_at = tl.where(is_frozen, 0, tl.minimum(sinks, first))
     gap = tl.where(is_frozen, prompt, first - gap_at)
-    rest = length - tl.where(is_frozen, prompt, first)
+    rest = tl.maximum(length - tl.where(is_frozen, prompt, first), 0)
     return tl.where(is_frozen, kept, 0), gap_at, gap, rest
 
 

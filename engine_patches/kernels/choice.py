@@ -6,6 +6,7 @@ from engine_patches.errors import Refusal
 
 REFERENCE, TRITON, FLASHINFER = "reference", "triton", "flashinfer"
 KERNELS = (TRITON, FLASHINFER, REFERENCE)
+MOST_QUERY_HEADS = 32
 
 
 def choose_kernel(wanted: str | None, device: str, interpreted: bool) -> str:
@@ -34,6 +35,22 @@ def choose_kernel(wanted: str | None, device: str, interpreted: bool) -> str:
     if kernel == FLASHINFER:
         raise Refusal("--kv-kernel flashinfer needs a CUDA GPU; use reference")
     return kernel
+
+
+def check_model(kernel: str, group: int, dtype: str, kv_dtype: str) -> None:
+    """Refuse a model that ``kernel``, other than the reference, does not cover.
+
+    Args:
+        group: query heads of a kv head; ``dtype`` of the activations, ``kv_dtype`` of the cache.
+
+    Raises:
+        Refusal: naming the property.
+    """
+    remedy = f"does not work with --kv-kernel {kernel}; use --kv-kernel {REFERENCE}"
+    if dtype != kv_dtype:
+        raise Refusal(f"a KV cache of {kv_dtype} beside a model of {dtype} {remedy}")
+    if group > MOST_QUERY_HEADS:
+        raise Refusal(f"{group} query heads of a kv head (more than {MOST_QUERY_HEADS}) {remedy}")
 
 
 def replays(kernel: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from engine_patches.plan import ExtendPlan, LevelHistory
 from engine_patches.pool import RaggedKVPool
+from engine_patches.upload import upload
 from flashinfer_ext.contract import ExtendBatch
 
 
@@ -68,15 +69,12 @@ def extend_batch(pool: RaggedKVPool, plan: ExtendPlan | None, lengths: list[int]
             for level, past in enumerate(levels):
                 lists.add(level, r, past)
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     return ExtendBatch(
-        offsets=tensor(np.array([0, *accumulate(lengths)], dtype=np.int32)),
-        begins=tensor(np.array(starts, dtype=np.int32)),
-        page_starts=tensor(lists.page_starts),
-        position_starts=tensor(lists.position_starts),
-        counts=tensor(lists.counts),
+        offsets=upload(np.array([0, *accumulate(lengths)], dtype=np.int32), device),
+        begins=upload(np.array(starts, dtype=np.int32), device),
+        page_starts=upload(lists.page_starts, device),
+        position_starts=upload(lists.position_starts, device),
+        counts=upload(lists.counts, device),
         pages=lists.flat(lists.pages),
         positions=lists.flat(lists.positions),
         longest=max(lengths, default=0),

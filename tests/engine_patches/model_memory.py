@@ -275,7 +275,7 @@ class Allocator(RaggedAllocator):
     """The real allocator over a pool that is only a ledger."""
 
     def __init__(self, setup: Setup, tree: Tree, poison: Callable, served) -> None:
-        self.served, self._considered = served, None
+        self.served, self._considered, self._audited = served, None, -1
         self.size, self.page_size = setup.logical * setup.page_size, setup.page_size
         self.num_pages, self.device = setup.logical, "cpu"
         self.need_sort = self.debug_mode = False

@@ -62,6 +62,23 @@ def _check(store: FrozenStore, alive: dict) -> None:
             )
 
 
+def test_nobody_is_frozen_after_a_flush():
+    """Even if the end of a request is still waiting for a forward, as it may be at a flush."""
+    ledger = PageLedger(LEVELS, 60, 8)
+    store = FrozenStore(ledger, ledger.rows(1), SLOTS)
+    counts = torch.tensor([20, 20, 20], dtype=torch.int32)
+    for slot in (1, 4):
+        pages = ledger.take(1, np.array([2, 2, 2]))
+        freeze = SimpleNamespace(pages=pages, prompt=99, listed=0, kept_counts=counts)
+        store.add(slot, freeze)
+    ledger.fall_behind()
+    ledger.on_device(store.remove(1))
+    ledger.clear()
+    store.clear()
+    ledger.catch_up()
+    assert not store.arrays.prompts.any() and store._gap(len(store.arrays.pages)) == 0
+
+
 def test_regions_are_packed_where_no_gap_is_left():
     ledger = PageLedger(LEVELS, 40, 8)
     store = FrozenStore(ledger, ledger.rows(1), SLOTS)

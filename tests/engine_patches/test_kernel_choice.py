@@ -20,6 +20,7 @@ from flashinfer_ext.flashinfer_store import VariantError
         (None, "cpu", True, "reference"),
         ("reference", "cuda", False, "reference"),
         ("reference", "cuda", True, "reference"),
+        (None, "rocm", False, "reference"),
         ("flashinfer", "cuda", False, "flashinfer"),
         ("triton", "cpu", True, "triton"),
     ],
@@ -41,6 +42,14 @@ def test_a_kernel_is_chosen(wanted, device, interpreted, kernel):
 def test_what_cannot_run_is_refused(wanted, device, interpreted, line):
     with pytest.raises(Refusal, match=line):
         choose_kernel(wanted, device, interpreted)
+
+
+def test_models_that_no_kernel_covers_are_refused():
+    choice.check_model("triton", 32, "torch.bfloat16", "torch.bfloat16")
+    with pytest.raises(Refusal, match=r"a KV cache of .*bfloat16 beside a model of "):
+        choice.check_model("triton", 4, "torch.float16", "torch.bfloat16")
+    with pytest.raises(Refusal, match=r"71 query heads .* --kv-kernel flashinfer; use "):
+        choice.check_model("flashinfer", 71, "torch.float16", "torch.float16")
 
 
 def test_only_triton_is_captured_and_only_the_reference_plans_reads():

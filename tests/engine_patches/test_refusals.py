@@ -65,6 +65,7 @@ BAD = {
     ],
     "page_size": [["--page-size", "1"], ["--page-size", "64"]],
     "attention_backend": [["--attention-backend", "torch_native"]],
+    "cuda_graph_config": [["--cuda-graph-config", '{"decode": {"backend": "full"}}']],
     "prefill_attention_backend": [["--prefill-attention-backend", "fa3"]],
     "decode_attention_backend": [["--decode-attention-backend", "triton"]],
 }
