@@ -26,7 +26,7 @@ demo: env ## fetch the default model and compare stock SGLang with RaggedKV
 	@$(PY) -m loadtest demo
 
 test: env ## run the tests (but slow ones and those for a GPU)
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: env ## run every test that this machine can run
 	$(PY) -m pytest $(PYTEST_ARGS)

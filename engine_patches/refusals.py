@@ -6,6 +6,7 @@ only SGLang can derive are checked again where the pool is built.
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def check_flags(args: Namespace) -> None:
         value = getattr(args, rule.flag, None)
         if rule.broken(value):
             flag = "--" + rule.flag.replace("_", "-")
-            given = flag if value is True else f"{flag} {value}"
+            text = json.dumps(value) if isinstance(value, dict) else value
+            given = flag if value is True else f"{flag} {text}"
             raise Refusal(f"{given} does not work with --kv-policy; {rule.remedy}")
 
 
