@@ -174,6 +174,20 @@ def test_rows_split_and_whole(device, target, parts):
     assert int(decode.work.row_parts.max()) == parts
 
 
+def test_a_row_of_more_parts_than_are_merged_at_once(device):
+    """The last part weighs most, so what was merged before it must be scaled down."""
+    shape, how = Shape((1300,), heads=1, group=1), How(target=21)
+    case = make_case(shape, 5, device)
+    slot = int(case.table.slots[int(case.batch.requests[0]), 1299])
+    page = int(case.table.pages[int(case.heads.units[0, 0]), slot // shape.page])
+    query = case.q[0, 0]
+    case.layout.keys(case.arena)[page, slot % shape.page] = 40 * query / query.norm()
+    decode = decoder(shape, case, how)
+    decode.plan(case.batch, case.frozen)
+    compare(decode, case, 0, how)
+    assert int(decode.work.row_parts.max()) == 21 > triton_decode.MERGED
+
+
 def test_without_a_merge_where_no_row_can_be_split(device, monkeypatch):
     monkeypatch.setattr(triton_decode, "_merge_kernel", None)
     shape = Shape((64, 0, 300, 1), windows=(50, 64), sinks=(0,))
