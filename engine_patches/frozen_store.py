@@ -14,8 +14,8 @@ import torch
 
 from engine_patches.freeze import Freeze
 from engine_patches.ledger import PageLedger
-from engine_patches.upload import upload
 from flashinfer_ext.contract import FrozenPrompts
+from flashinfer_ext.upload import upload
 
 
 class FrozenStore:

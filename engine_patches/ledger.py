@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from engine_patches.upload import upload
+from flashinfer_ext.upload import upload
 from kvpolicy.windows import Level
 
 SINK_PAGE = 0

@@ -16,7 +16,7 @@ from engine_patches.freeze import Freeze, FreezeReport, ObservedChunk
 from engine_patches.freezing import full_level
 from engine_patches.ledger import SINK_PAGE
 from engine_patches.residents import Resident, Residents
-from engine_patches.upload import upload
+from flashinfer_ext.upload import upload
 
 
 @dataclass(frozen=True)

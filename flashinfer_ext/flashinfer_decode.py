@@ -20,8 +20,8 @@ from flashinfer_ext.flashinfer_workspace import (
     BLOCKS_PER_PROCESSOR,
     Workspace,
     processors,
-    upload,
 )
+from flashinfer_ext.upload import upload
 
 NHD = 0
 """FlashInfer's code for caches [NP, P, heads, D]."""

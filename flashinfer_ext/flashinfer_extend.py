@@ -27,7 +27,8 @@ from flashinfer_ext.flashinfer_rows import (
     flat_places,
     on_host,
 )
-from flashinfer_ext.flashinfer_workspace import Workspace, processors, upload
+from flashinfer_ext.flashinfer_workspace import Workspace, processors
+from flashinfer_ext.upload import upload
 
 CAUSAL, CUSTOM = 1, 2
 """FlashInfer's mask modes: the variant's mask on edge tiles only, or on every tile."""

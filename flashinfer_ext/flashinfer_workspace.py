@@ -16,13 +16,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, through pinned memory and without a sync."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 class Workspace:
     """One float buffer, which runs share in stream order, and a pair of plan buffers per plan.
 

@@ -23,7 +23,7 @@ from flashinfer_ext.contract import (
     LayerHeads,
     PageTable,
 )
-from flashinfer_ext.triton_tiles import UNLIMITED, absorb, finish, load_tile, scores_of
+from flashinfer_ext.triton_tiles import UNLIMITED, absorb, block_of, finish, load_tile, scores_of
 from flashinfer_ext.triton_work import WorkList, span_of
 
 MERGED = 16
@@ -129,8 +129,8 @@ class TritonDecode:
         config = decode_config(layout.head_dim, arena.element_size(), self.group)
         none = work.chunks
         shape = {
-            "HEADS": count, "GROUP": self.group, "BLOCK_G": _block(self.group),
-            "DV": layout.v_head_dim, "BLOCK_DV": _block(layout.v_head_dim),
+            "HEADS": count, "GROUP": self.group, "BLOCK_G": block_of(self.group),
+            "DV": layout.v_head_dim, "BLOCK_DV": block_of(layout.v_head_dim),
             "HAS_LSE": lse is not None, "num_warps": config.warps,
         }  # fmt: skip
         out_lse = lse if lse is not None else self._partial_lse
@@ -146,7 +146,7 @@ class TritonDecode:
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), out_lse.stride(0),
             table.pages.stride(0), table.slots.stride(0), scale,
             PAGE=layout.page_size, PAGE_ELEMENTS=layout.page_elements, D=layout.head_dim,
-            BLOCK_D=_block(layout.head_dim), BLOCK_N=config.block, CAP=float(logit_cap),
+            BLOCK_D=block_of(layout.head_dim), BLOCK_N=config.block, CAP=float(logit_cap),
             FROZEN=frozen is not None, num_stages=config.stages, **shape,
         )  # fmt: skip
         if may_split:
@@ -156,10 +156,6 @@ class TritonDecode:
                 MERGED=MERGED, **shape,
             )  # fmt: skip
         return out
-
-
-def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
 
 
 def _default_target(device: str | torch.device) -> int:

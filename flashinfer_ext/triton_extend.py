@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashinfer_ext.contract import ArenaLayout, ExtendBatch, LayerHeads
-from flashinfer_ext.triton_tiles import absorb, finish, load_tile, scores_of
+from flashinfer_ext.triton_tiles import absorb, block_of, finish, load_tile, scores_of
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,12 @@ def extend(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         out.stride(0), out.stride(1), out_lse.stride(0), scale,
         GROUP=group, QUERIES=queries, PAGE=layout.page_size, PAGE_ELEMENTS=layout.page_elements,
-        D=layout.head_dim, BLOCK_D=_block(layout.head_dim), DV=layout.v_head_dim,
-        BLOCK_DV=_block(layout.v_head_dim), BLOCK_M=config.rows, BLOCK_N=config.block,
+        D=layout.head_dim, BLOCK_D=block_of(layout.head_dim), DV=layout.v_head_dim,
+        BLOCK_DV=block_of(layout.v_head_dim), BLOCK_M=config.rows, BLOCK_N=config.block,
         CAP=float(logit_cap), HAS_LSE=lse is not None,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
-
-
-def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit

@@ -8,6 +8,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 UNLIMITED = tl.constexpr(2**31 - 1)
 
 
+def block_of(size: int) -> int:
+    """Elements of a tile that holds ``size``: a power of two, 16 at least, as tl.dot wants."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
 def load_tile(
     arena,

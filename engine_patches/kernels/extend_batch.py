@@ -9,8 +9,8 @@ import torch
 
 from engine_patches.plan import ExtendPlan, LevelHistory
 from engine_patches.pool import RaggedKVPool
-from engine_patches.upload import upload
 from flashinfer_ext.contract import ExtendBatch
+from flashinfer_ext.upload import upload
 
 
 class _Lists:

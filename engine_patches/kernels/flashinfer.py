@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from engine_patches import serving
 from engine_patches.kernels.choice import TRITON
 from engine_patches.kernels.triton import TritonKernel
@@ -27,12 +25,8 @@ class FlashInferKernel(TritonKernel):
     missing; runs each once.
     """
 
-    def resize(self, rows: int) -> None:
-        """As ``TritonKernel.resize``."""
+    def _build(self, rows: int) -> None:
         device, dtype = self.pool.arena.device, self.pool.arena.dtype
-        self._rows = rows
-        self._requests = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         args = self.pool.layout, self.heads, self._group
         self._decode = FlashInferDecode(*args, rows, device, dtype)
         self._extend = FlashInferExtend(*args, device, dtype)

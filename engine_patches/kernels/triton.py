@@ -59,13 +59,10 @@ class TritonKernel(Kernel):
     def resize(self, rows: int) -> None:
         """Allocate for decode batches of up to ``rows`` requests. Not while a graph is in use."""
         device = self.pool.arena.device
-        target = None if device.type == "cuda" else INTERPRETED_ITEMS
         self._rows = rows
         self._requests = torch.zeros(rows, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._decode = TritonDecode(
-            self.pool.layout, self.heads, self._group, rows, device, target=target
-        )
+        self._build(rows)
 
     @property
     def rows(self) -> int:
@@ -103,6 +100,14 @@ class TritonKernel(Kernel):
         )  # fmt: skip
 
     # -- internals: what another kernel over the same page table replaces ----------------------
+
+    def _build(self, rows: int) -> None:
+        """Make what attends decode batches of up to ``rows`` requests."""
+        device = self.pool.arena.device
+        target = None if device.type == "cuda" else INTERPRETED_ITEMS
+        self._decode = TritonDecode(
+            self.pool.layout, self.heads, self._group, rows, device, target=target
+        )
 
     def _plan_decode(self) -> None:
         self._decode.plan(self._batch, self._frozen)
