@@ -44,7 +44,8 @@ class Freeze:
     rule's ``focus`` sums over, 0 without one; ``mass`` f32 [units, T] the observed attention so
     far, ``focus`` likewise; ``nll_sum`` f32 [] and ``nll_count`` over the observed tokens;
     ``pages`` compact pages, from the allocation of the last chunk on; ``kept_positions`` int64
-    [units, pages * P], -1 in empty slots; ``done`` once the freezing forward was launched.
+    [units, pages * P], -1 in empty slots; ``listed`` page ids that a ``FrozenStore`` keeps of it;
+    ``done`` once the freezing forward was launched.
     """
 
     prompt: int
@@ -60,7 +61,6 @@ class Freeze:
     pages: PrivatePages | None = None
     kept_positions: torch.Tensor | None = None
     report: FreezeReport | None = None
-    kept_counts: torch.Tensor | None = None
     listed: int = 0
     done: bool = False
     _counts: torch.Tensor | None = field(default=None, repr=False)
@@ -99,7 +99,6 @@ class Freeze:
 
     def finish(self, counts: torch.Tensor) -> None:
         """Note the kept counts [units] and let go of the accumulators."""
-        self.kept_counts = counts.int()
         self._counts = counts.to("cpu", non_blocking=True)
         if counts.is_cuda:
             self._ready = torch.cuda.Event()

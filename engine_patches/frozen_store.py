@@ -54,7 +54,7 @@ class FrozenStore:
                 self._write(other, self._gap(held.pages.total), held)
             start = self._gap(total)
         self._write(slot, start, freeze)
-        self.arrays.counts[slot, self._rows] = freeze.kept_counts
+        self.arrays.counts[slot, self._rows] = freeze.report.counts
         self.arrays.prompts[slot] = freeze.prompt
 
     def remove(self, slot: int) -> Callable[[], None]:

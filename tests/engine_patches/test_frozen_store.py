@@ -39,7 +39,7 @@ def test_every_frozen_request_finds_its_own_pages(seed):
             taken = ledger.take(1, pages)
             freeze = SimpleNamespace(
                 pages=taken, prompt=rng.randint(91, 500), listed=0,
-                kept_counts=torch.tensor(counts, dtype=torch.int32),
+                report=SimpleNamespace(counts=torch.tensor(counts, dtype=torch.int32)),
             )  # fmt: skip
             packed += store._gap(taken.total) is None
             store.add(slot, freeze)
@@ -54,7 +54,7 @@ def _check(store: FrozenStore, alive: dict) -> None:
         alive[slot].prompt if slot in alive else 0 for slot in range(SLOTS)
     ]
     for slot, freeze in alive.items():
-        assert arrays.counts[slot, 2:].tolist() == freeze.kept_counts.tolist()
+        assert arrays.counts[slot, 2:].tolist() == freeze.report.counts.tolist()
         for unit, count in enumerate(freeze.pages.counts.tolist()):
             start = int(arrays.starts[slot, 2 + unit])
             assert arrays.pages[start : start + count].tolist() == (
@@ -69,7 +69,9 @@ def test_nobody_is_frozen_after_a_flush():
     counts = torch.tensor([20, 20, 20], dtype=torch.int32)
     for slot in (1, 4):
         pages = ledger.take(1, np.array([2, 2, 2]))
-        freeze = SimpleNamespace(pages=pages, prompt=99, listed=0, kept_counts=counts)
+        freeze = SimpleNamespace(
+            pages=pages, prompt=99, listed=0, report=SimpleNamespace(counts=counts)
+        )
         store.add(slot, freeze)
     ledger.fall_behind()
     ledger.on_device(store.remove(1))
@@ -87,14 +89,18 @@ def test_regions_are_packed_where_no_gap_is_left():
     for slot in range(4):
         pages = ledger.take(1, np.array([2, 2, 2]))
         counts = torch.tensor([20, 20, 20], dtype=torch.int32)
-        freezes[slot] = SimpleNamespace(pages=pages, prompt=99, listed=0, kept_counts=counts)
+        freezes[slot] = SimpleNamespace(
+            pages=pages, prompt=99, listed=0, report=SimpleNamespace(counts=counts)
+        )
         store.add(slot, freezes[slot])
     for slot in (0, 2):
         store.remove(slot)()
         ledger.give_back(freezes.pop(slot).pages)
     counts = torch.tensor([60, 60, 20], dtype=torch.int32)
     pages = ledger.take(1, np.array([4, 4, 2]))
-    freezes[5] = SimpleNamespace(pages=pages, prompt=99, listed=0, kept_counts=counts)
+    freezes[5] = SimpleNamespace(
+        pages=pages, prompt=99, listed=0, report=SimpleNamespace(counts=counts)
+    )
     assert store._gap(10) is None
     store.add(5, freezes[5])
     _check(store, freezes)
