@@ -1,5 +1,8 @@
 """The tiny packaged model, and a cache and package index that belong to one test."""
 
+from collections.abc import Callable
+
+import psutil
 import pytest
 
 from loadtest import model_specs
@@ -19,3 +22,14 @@ def tiny(packed, tmp_path, monkeypatch) -> fake_model.FakeModel:
     monkeypatch.setenv("PIP_FIND_LINKS", str(packed.links))
     monkeypatch.setitem(model_specs.SPECS, fake_model.NAME, packed.spec)
     return packed
+
+
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """``children()``: child processes begun during the test.
+
+    Earlier tests of this worker may have left one that lives as long as it, such as
+    multiprocessing's resource tracker.
+    """
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]

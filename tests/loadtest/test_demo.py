@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 from rich.console import Console
 from transformers import LlamaConfig
@@ -107,7 +106,7 @@ def test_no_more_is_checked_than_was_sent(model):
 
 
 @pytest.fixture
-def pretend(model, monkeypatch, tmp_path):
+def pretend(model, monkeypatch, tmp_path, children):
     """``pretend(mode, ...)`` measures a fake server; afterwards no child process may be left."""
     work = make_workload(str(model), "1MB", 5, 4, 3, 0)
 
@@ -121,7 +120,7 @@ def pretend(model, monkeypatch, tmp_path):
         return measure(contender, work, prompts, tmp_path / "it.log", progress)
 
     yield run
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_stock_is_measured_by_what_its_load_says(pretend):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 from rich.console import Console
 from transformers import LlamaConfig
@@ -137,7 +136,7 @@ def test_all_servers_get_the_same_bytes_and_stock_sets_the_equal_batch(model, po
 
 
 @pytest.fixture
-def pretend(model, monkeypatch, tmp_path):
+def pretend(model, monkeypatch, tmp_path, children):
     """``pretend(mode, slots)`` is a fake server, not yet started; none may be left afterwards."""
 
     def start(mode: str, slots: int = 2) -> Server:
@@ -147,7 +146,7 @@ def pretend(model, monkeypatch, tmp_path):
         return Server(model, log=tmp_path / "it.log")
 
     yield start
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 PROMPTS = [[i, i + 1] for i in range(5)]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -77,12 +76,12 @@ class Starts:
 
 
 @pytest.fixture
-def started(monkeypatch) -> Iterator[Starts]:
+def started(monkeypatch, children) -> Iterator[Starts]:
     """Makes every server a fake one. No child may be left behind."""
     starts = Starts()
     monkeypatch.setattr(servers, "_command", starts.command)
     yield starts
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 @pytest.fixture
@@ -235,11 +234,11 @@ def test_a_server_that_dies_ends_the_others(quality, started, capsys):
     assert "MemoryError: no more pages" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_an_interrupt_while_servers_hang_leaves_none(quality, started):
+def test_an_interrupt_while_servers_hang_leaves_none(quality, started, children):
     started.modes[:] = ["hang", "hang"]
 
     def interrupt() -> None:
-        while len(psutil.Process().children()) < 2:
+        while len(children()) < 2:
             time.sleep(0.1)
         time.sleep(3)
         os.kill(os.getpid(), signal.SIGINT)
