@@ -41,6 +41,7 @@ def _workers_of(driver: int, method: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow  # two minutes
 def test_two_workers_and_a_killed_one_give_the_same_artifact(
     calibration: Calibration, undisturbed: tuple[str, Path]
 ) -> None:
@@ -91,6 +92,7 @@ def test_finished_run_says_that_it_is_complete(
     assert capsys.readouterr().out.splitlines()[-1] == f"already complete: {folder}"
 
 
+@pytest.mark.slow  # a calibration of its own
 def test_deleted_artifact_of_a_finished_run_is_written_again(
     tiny_model: Path, undisturbed: tuple[str, Path]
 ) -> None:

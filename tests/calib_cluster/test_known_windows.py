@@ -71,6 +71,7 @@ def test_a_group_is_judged_by_the_mean_of_its_heads(known, tmp_path):
     assert found.chosen_rows(TAU)[2][2] == 200
 
 
+@pytest.mark.slow  # a cluster of its own
 def test_the_ray_job_finds_them_too(known, tmp_path):
     """Two Ray workers with a prompt each, through the real pool; every layer is kept on disk."""
     prompts = [known_prompt(seed) for seed in range(2)]

@@ -89,6 +89,7 @@ def test_other_parameters_in_the_launcher(start, broken):
     assert f"{CHECKPOINT} takes self, request; " in line and "self, req, up_to, kwargs" in line
 
 
+@pytest.mark.slow  # a minute
 def test_a_missing_target_in_the_children(start, broken):
     """There, SGLang itself would log the error and go on with dense KV."""
     env = broken(TREE, "del module.UnifiedRadixCache.checkpoint_into_tree", IN_CHILDREN)
@@ -122,6 +123,7 @@ def test_a_plugin_that_cannot_be_imported(start, broken):
     assert not_understood(start(env=broken("engine_patches.plugin", UNIMPORTABLE)))
 
 
+@pytest.mark.slow  # a minute
 def test_a_plugin_that_cannot_be_imported_in_the_children(start, broken):
     """The backend's name is then unknown, so SGLang cannot build a runner."""
     outcome = start(env=broken("engine_patches.plugin", UNIMPORTABLE, IN_CHILDREN))

@@ -408,6 +408,7 @@ def _answer(server, path: str, body: dict) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
+@pytest.mark.slow  # a server of its own
 def test_sessions_and_beam_search_are_refused_per_request(server_factory, smollm2):
     server = server_factory(smollm2, "--kv-policy", "full", "--kv-arena-bytes", "128MiB")
     status, text = _answer(server, "/open_session", {"capacity_of_str_len": 1000})

@@ -14,6 +14,8 @@ CONTEXT = 2048
 BUDGET = 0.6
 ATOL = 1e-4
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 
 @pytest.fixture(scope="module")
 def artifact(smollm2, tmp_path_factory):

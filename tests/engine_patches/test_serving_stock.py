@@ -116,6 +116,7 @@ def test_same_bytes_run_as_many_more_requests_as_predicted(
     assert KV_BYTES - state["page_bytes"] < state["arena_bytes"] <= KV_BYTES
 
 
+@pytest.mark.slow  # a server of its own
 def test_peak_pages_of_one_request_equal_the_formula(server_factory, smollm2, tokenizer, tmp_path):
     policy = policies.mixed(smollm2, sinks=4, sizes=WINDOWS, seed=1)
     server = ragged(server_factory, smollm2, str(policies.write(policy, tmp_path)))

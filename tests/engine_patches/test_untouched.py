@@ -59,7 +59,14 @@ def without_us(look) -> dict:
     return look(env={"SGLANG_PLUGINS": "raggedkv_cpu"})
 
 
-@pytest.mark.parametrize("stale", [None, STALE, "not json"], ids=["clean", "stale", "garbage"])
+@pytest.mark.parametrize(
+    "stale",
+    [
+        pytest.param(None, id="clean"),
+        pytest.param(STALE, id="stale", marks=pytest.mark.slow),
+        pytest.param("not json", id="garbage", marks=pytest.mark.slow),
+    ],
+)
 def test_without_the_flag_nothing_is_changed(look, without_us, stale):
     seen = look(env={REQUEST_VARIABLE: stale} if stale else None)
     assert seen["hooked"] == []

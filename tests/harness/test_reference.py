@@ -28,7 +28,7 @@ FAST_ON_SMOLLM2 = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model_dir(request):
     return request.getfixturevalue(request.param)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -240,21 +241,22 @@ def test_first_token_keeps_off_and_on_apart():
 # -- the command, with servers that pretend --------------------------------------------------------
 
 
-@pytest.fixture
-def finished(model, policy, tmp_path, monkeypatch, capsys) -> tuple[Result, Path, str]:
+@pytest.fixture(scope="module")
+def finished(model, policy, tmp_path_factory) -> tuple[Result, Path, str]:
     """The command's result, folder and output: stock holds 4, unfrozen 4, frozen 8."""
 
     def command(model_dir, port, warmup, flags):
         mode, slots = ("frozen", 8) if "--kv-budget-tokens" in flags else ("stock", 4)
         return [sys.executable, freeze_server.__file__, str(port), mode, str(slots)]
 
-    monkeypatch.setattr(servers, "_command", command)
-    monkeypatch.setattr(Setup, "prompts", lambda s: ([[i] for i in range(12)], [[1], [2]]))
-    out = tmp_path / "out"
+    out, said = tmp_path_factory.mktemp("finished"), io.StringIO()
     flags = ["--policy", policy, "--bytes", "1MB", "--requests", "10", "--pairs", "2"]
-    assert main(["freeze", "--model", str(model), "--quick", "--out", str(out), *flags]) == 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(servers, "_command", command)
+        patch.setattr(Setup, "prompts", lambda s: ([[i] for i in range(12)], [[1], [2]]))
+        assert main(["freeze", "--model", str(model), "--quick", "--out", str(out), *flags]) == 0
     result = msgspec.json.decode((out / "freeze.json").read_bytes(), type=Result)
-    return result, out, capsys.readouterr().out
+    return result, out, said.getvalue()
 
 
 def test_the_command_writes_figures_and_a_plot_and_says_them(finished):
