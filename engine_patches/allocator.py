@@ -7,12 +7,12 @@ the requests through the hooks in ``patches/``; capacity questions are answered 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from engine_patches import freezing, serving
 from engine_patches.budget import BudgetError, Wish
 from engine_patches.counters import Counters
-from engine_patches.free_list import HostFreeList
 from engine_patches.freeze import Freeze, Freezer, FreezeReport
+from engine_patches.host_pages import HostPages
 from engine_patches.kernels.choice import reads_table
 from engine_patches.metrics import Metrics
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
@@ -34,6 +34,7 @@ from kvpolicy.retention import retention_units
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from engine_patches.pool import RaggedKVPool
 
@@ -62,6 +63,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         self.served = served
         self._considered: Freeze | None = None
         self._fresh_pages: list[int] = []
+        self._ending: Resident | None = None
         self._audited = -1
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         served.allocator = self
@@ -73,7 +75,10 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         """Free everything, logical and physical."""
         super().clear()
-        self.host_free = HostFreeList(self.num_pages, self.need_sort)
+        compare = self.ledger.device.type == "cpu"
+        self.host = HostPages(
+            self.page_size, self.num_pages, self.need_sort, self.counters, compare
+        )
         self.ledger.clear()
         if self.served.frozen_store is not None:
             self.served.frozen_store.clear()  # the end of a request may still have been waiting
@@ -92,19 +97,44 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         return self._remember(super().alloc(need_size))
 
     def _remember(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        self._fresh_pages = self.host_free.take(len(self.free_pages))
+        self._fresh_pages = self.host.free.take(len(self.free_pages))
         return slots
 
     def merge_and_sort_free(self) -> None:
         super().merge_and_sort_free()
-        self.host_free.merge()
+        self.host.free.merge()
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """As SGLang's; the host has to read which pages these are."""
+        with self.host.untold():
+            super().free(free_index)
+
+    def free_segments(self, segments) -> None:
+        """As SGLang's; of a request that ends, the host knows which pages its slots are on."""
+        segments = list(segments)
+        if self._ending is not None:
+            ends = [(start, start + slots.numel()) for slots, start in segments if len(slots)]
+            self.host.foresee([self._pages_between(*end) for end in ends])
+        try:
+            super().free_segments(segments)
+        finally:
+            self.host.foresee([])
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        """As SGLang's."""
+        if page_ids.numel():
+            self.host.tell(page_ids.numel())
+        super().free_page_ids(page_ids)
+
+    def _pages_between(self, start: int, end: int) -> list[int]:
+        """Pages of the ending request's tokens in [start, end), ``start`` at a page's first."""
+        return self._ending.pages[start // self.page_size : ceil_div(end, self.page_size)]
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        freed = [ids.tolist() for ids in page_ids]
-        for ids in freed:
-            self.residents.drop(ids)
+        freed = self.host.freed(page_ids)
+        self.residents.drop(freed)
         super()._release_page_ids(*page_ids)
-        self.host_free.give(freed)
+        self.host.give(freed)
 
     def check_decode_capacity(
         self, *, num_tokens, tree_cache, requests=None, spec_algorithm=None
@@ -274,10 +304,19 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
 
     def hit_pages(self, req: Req) -> list[int]:
         """Logical pages of the request's prefix hit."""
-        if not req.prefix_len:
-            return []
-        slots = self.tree_cache.prefix_device_indices(req)
-        return (slots[:: self.page_size] // self.page_size).tolist()
+        tokens = req.full_untruncated_fill_ids[: req.prefix_len]
+        return self.tree_pages(req, tokens, lambda: self.tree_cache.prefix_device_indices(req))
+
+    def tree_pages(
+        self, space: Req | RadixKey, tokens: array, slots: Callable[[], torch.Tensor]
+    ) -> list[int]:
+        """Logical pages that the prefix tree keeps for ``tokens``, which it has, all of them.
+
+        Args:
+            space: names what the tree keeps apart: ``extra_key`` and ``cache_salt``.
+            slots: their slots [tokens] on the device, in case the host does not know them.
+        """
+        return self.host.pages(namespace(space), tokens, slots)
 
     def start(self, req: Req) -> Resident:
         """Hold the request's prefix hit. Sets ``req.raggedkv``."""
@@ -330,8 +369,21 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
 
     def follow_tree(self, req: Req, row: torch.Tensor) -> None:
         """The prefix tree now owns ``row`` [tokens] of the request's slots; move pages there."""
-        pages = (row[:: self.page_size] // self.page_size).tolist()
+        own = req.raggedkv.pages[: len(row) // self.page_size]
+        tokens = req.full_untruncated_fill_ids[: len(row)]
+        pages = self.host.inserted(namespace(req), tokens, own, row)
         self.residents.replace_pages(req.raggedkv, pages)
+
+    @contextmanager
+    def ending(self, req: Req) -> Iterator[None]:
+        """Inside, the request's slots go to the tree or the free list; then it holds nothing."""
+        with self.residents.drops_deferred():
+            self._ending = req.raggedkv
+            try:
+                yield
+            finally:
+                self._ending = None
+            self.finish(req)
 
     def finish(self, req: Req) -> None:
         """Let go of everything the request holds."""
@@ -365,6 +417,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         kept = freeze.budget if freeze.unit_budgets is None else freeze.unit_budgets
         return max(before, frozen_pages(self.ledger.levels, prompt, new, kept, self.page_size))
 
-    def pages_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Logical pages of a tree path's slots, int64 [pages]."""
-        return (slots[:: self.page_size] // self.page_size).cpu().numpy()
+
+def namespace(space: Req | RadixKey) -> tuple[str | None, str | None]:
+    """What keeps equal tokens apart in the prefix tree."""
+    return space.extra_key, space.cache_salt or None

@@ -8,6 +8,7 @@ import msgspec
 class Counters(msgspec.Struct):
     """Running totals since start-up (requests, batches, tokens, audits).
 
+    ``page_reads`` counts when page ids were read from the device, which waits for it.
     ``freeze_kept_tokens`` of ``freeze_prompt_tokens`` is a mean over the kv heads that freeze.
     """
 
@@ -18,6 +19,7 @@ class Counters(msgspec.Struct):
     prefix_hits_shortened: int = 0
     hit_tokens_given_up: int = 0
     retractions: int = 0
+    page_reads: int = 0
     freezes: int = 0
     freeze_prompt_tokens: int = 0
     freeze_kept_tokens: int = 0

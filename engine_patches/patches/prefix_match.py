@@ -15,9 +15,14 @@ def match_prefix(original, self, params):
     if served is None or served.allocator is None or not result.device_prefix_len:
         return result
     allocator = served.allocator
-    root = self.root_node_handle(params.key.extra_key)
-    slots = self.tree_core.collect_full_device_indices(result.last_device_node, root)
-    pages = allocator.pages_of(slots[: result.device_prefix_len])
+    length = result.device_prefix_len
+
+    def slots():
+        root = self.root_node_handle(params.key.extra_key)
+        path = self.tree_core.collect_full_device_indices(result.last_device_node, root)
+        return path[:length]
+
+    pages = allocator.tree_pages(params.key, params.key.token_ids[:length], slots)
     found = len(pages)
     pages = pages[: allocator.hit_limit(params.req)]
     valid = longest_valid_hit(allocator.ledger, pages, allocator.page_size)

@@ -11,9 +11,8 @@ def release_kv_cache(original, req, tree_cache, *, checkpoint):
     if served is None or getattr(req, "raggedkv", None) is None:
         return original(req, tree_cache, checkpoint=checkpoint)
     allocator = served.allocator
-    with allocator.residents.drops_deferred():
+    with allocator.ending(req):
         result = original(req, tree_cache, checkpoint=checkpoint)
-        allocator.finish(req)
     allocator.metrics.publish(idle=not allocator.residents.running)
     return result
 

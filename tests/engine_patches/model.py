@@ -10,6 +10,7 @@ token it must see. Pages freed are poisoned at once.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,6 @@ from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 from engine_patches.admission import RaggedPrefillAdder
 from engine_patches.plan import ExtendPlan
@@ -30,6 +30,7 @@ from tests.engine_patches.model_memory import (
     Request,
     Setup,
     Tree,
+    slots_of,
     visible_keys,
     window_pages,
 )
@@ -186,19 +187,22 @@ class Engine:
         self.process(results)
 
     def process(self, results: list) -> None:
+        self.allocator.free_group_begin()
         for req, life, act in results:
             if req.life == life and req.raggedkv is not None:
                 act()
+        self.allocator.free_group_end()
 
     def release(self, req: Request, owned: int, checkpoint: bool) -> None:
         """End a request's stay, in the order of SGLang's ``release_kv_cache`` and our hook."""
-        with self.residents.drops_deferred():
+        with self.allocator.ending(req):
             if checkpoint and self.setup.cache:
                 self._checkpoint(req, owned)
-            self.tree._free(req.row[len(req.lock) :])
+            start = len(req.lock)
+            slots = slots_of(req.row[start:], self.size)
+            self.allocator.free_segments([(slots, start * self.size)])
             self.tree.lock(req, [])
-            self.allocator.finish(req)
-        req.row, req.hit, req.computed = [], [], 0
+        req.row, req.hit, req.computed, req.prefix_len = [], [], 0, 0
         req.kept, req.observed, req.losses = None, [], []
         req.life += 1
         if req in self.running:
@@ -240,8 +244,8 @@ class Engine:
             before = list(req.row)
             self.tree.insert(req, length)
             self.events["dedup"] += before != req.row
-            row = [req.row[t // self.size] * self.size for t in range(len(req.lock) * self.size)]
-            self.allocator.follow_tree(req, torch.tensor(row, dtype=torch.int64))
+            row = slots_of(req.row[: len(req.lock)], self.size)
+            self.allocator.follow_tree(req, row)
 
     def _admit(self, adder: Adder, req: Request, budget: int, cut: bool) -> int:
         """Tokens of the request's first chunk; 0 if it cannot start now.
@@ -249,6 +253,10 @@ class Engine:
         ``cut`` says that the batch already holds a request whose prompt does not end in it.
         """
         path = self.tree.match(req.tokens[:-1]) if self.setup.cache else []
+        count = len(path) * self.size
+        slots = slots_of([n.page for n in path], self.size)
+        pages = self.allocator.tree_pages(req, array("q", req.tokens[:count]), lambda: slots)
+        assert pages == [n.page for n in path], "the host takes other pages for the path's"
         path = path[: self.allocator.hit_limit(req)]
         valid = 0
         if path:
@@ -256,11 +264,12 @@ class Engine:
             self.allocator.note_hit(req, len(path), valid)
         self.tree.lock(req, path[:valid])
         req.hit, req.computed = [n.page for n in path[:valid]], valid * self.size
+        req.prefix_len = req.computed
         count = self._share(adder, req, budget)
         two_cut = cut and count < len(req.tokens) - req.computed
         if two_cut or adder.shortage(req) > 0 or not self._fits_logically(req):
             self.tree.lock(req, [])
-            req.hit, req.computed = [], 0
+            req.hit, req.computed, req.prefix_len = [], 0, 0
             self.events["wait"] += 1
             return 0
         req.lost = [self._first_live(k, req) for k in range(len(self.levels))]

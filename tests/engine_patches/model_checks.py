@@ -38,7 +38,7 @@ class Checks:
         allocator = self.engine.allocator
         free = allocator.free_pages.numpy()
         assert not self.ledger.live[:, free].any()
-        assert np.array_equal(allocator.host_free.pages, free), "the host's free list is another"
+        assert np.array_equal(allocator.host.free.pages, free), "the host's free list is another"
         self._check_requests(alive)
         self._check_tree()
 

@@ -6,6 +6,7 @@ The allocator is the real one; only its constructor is replaced, because that wa
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -57,6 +58,13 @@ class Setup:
     lag: int = 0
 
 
+def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
+    """Slots of whole logical pages, int64 [pages * page_size]."""
+    return (
+        torch.tensor(pages, dtype=torch.int64)[:, None] * page_size + torch.arange(page_size)
+    ).flatten()
+
+
 @dataclass(eq=False)
 class Node:
     """One page of the prefix tree: its logical id, and the identity of each of its tokens."""
@@ -100,8 +108,9 @@ class Request:
     observed: list[int] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
 
-    prefix_len = property(lambda self: len(self.hit))
-    full_untruncated_fill_ids = property(lambda self: self.tokens)
+    extra_key = cache_salt = None
+    prefix_len: int = 0
+    full_untruncated_fill_ids = property(lambda self: array("q", self.tokens))
     origin_input_ids = property(lambda self: self.tokens[: self.prompt])
     output_ids = property(lambda self: self.tokens[self.prompt :])
     sampling_params = property(
@@ -204,7 +213,7 @@ class Tree:
         return self.cache
 
     def prefix_device_indices(self, req: Request) -> torch.Tensor:
-        return torch.tensor([g * self.size + i for g in req.hit for i in range(self.size)])
+        return slots_of(req.hit, self.size)
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self.root.children.values())
@@ -264,7 +273,7 @@ class Tree:
         return EvictResult(num_tokens_evicted=freed)
 
     def _free(self, pages: list[int]) -> None:
-        self.allocator._release_page_ids(torch.tensor(pages, dtype=torch.int64))
+        self.allocator.free_segment(slots_of(pages, self.size), start_pos=0)
 
     def _keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         count = len(tokens) // self.size
@@ -275,7 +284,7 @@ class Allocator(RaggedAllocator):
     """The real allocator over a pool that is only a ledger."""
 
     def __init__(self, setup: Setup, tree: Tree, poison: Callable, served) -> None:
-        self.served, self._considered, self._audited = served, None, -1
+        self.served, self._considered, self._audited, self._ending = served, None, -1, None
         self.size, self.page_size = setup.logical * setup.page_size, setup.page_size
         self.num_pages, self.device = setup.logical, "cpu"
         self.need_sort = self.debug_mode = False
