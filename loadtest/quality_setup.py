@@ -54,15 +54,32 @@ class Setup:
         return (self.concurrency + 1) * peak_bytes(dense, self.geometry, length, PAGE_SIZE)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``python -m loadtest quality``."""
+def add_shared_arguments(parser: argparse._ActionsContainer) -> None:
+    """Arguments that both forms of ``python -m loadtest quality`` have."""
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="NAME|DIR",
         help=f"{', '.join(SPECS)} or a Hugging Face folder (default: %(default)s)")  # fmt: skip
-    add("--policy", required=True, metavar="NAME|DIR", help="name[@version] or an artifact folder")
+    add("--texts", nargs="+", metavar="FILE",
+        help='held-out text: .jsonl with {"text": ..., "corpus": ...} a line, or .txt; a suite '
+        "also takes recipes by name, and without any its own")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="DIR",
+        help="folder for results, plots and the servers' logs")  # fmt: skip
+    add("--resume", action="store_true",
+        help="keep what DIR already holds of the same questions and policies")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    add("--bootstrap", type=int, default=2000, metavar="N",
+        help="resamples for the 95%% intervals (default: %(default)s)")  # fmt: skip
+    add("--threads", type=int, default=1, metavar="N",
+        help="threads of each server and worker (default: %(default)s)")  # fmt: skip
+    add("--concurrency", type=int, default=4, metavar="N",
+        help="requests in flight at each server (default: %(default)s)")  # fmt: skip
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Arguments of the form with one policy on real servers, but for the shared ones."""
+    add = parser.add_argument
+    add("--policy", metavar="NAME|DIR", help="name[@version] or an artifact folder")
     add("--point", nargs="+", metavar="NAME", help="points to measure (default: all)")
-    add("--texts", nargs="+", type=Path, required=True, metavar="FILE",
-        help='held-out text: .jsonl with {"text": ..., "corpus": ...} a line, or .txt')  # fmt: skip
     add("--context", type=int, default=2048, metavar="N",
         help="tokens of every prompt (default: %(default)s)")  # fmt: skip
     add("--texts-per-run", type=int, default=24, metavar="N",
@@ -73,20 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="uniform, shuffled[:K], with commas, or none (default: %(default)s)")  # fmt: skip
     add("--baseline-point", metavar="NAME",
         help="point that sets what baselines keep (default: tau-0.99, or the default)")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="DIR",
-        help=f"folder for {RESULT_FILE}, quality.png and the servers' logs")  # fmt: skip
-    add("--resume", action="store_true",
-        help="keep what DIR already holds of the same prompts and windows")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    add("--bootstrap", type=int, default=2000, metavar="N",
-        help="resamples for the 95%% intervals (default: %(default)s)")  # fmt: skip
     add("--servers", type=int, default=2, metavar="N",
         help="contenders measured at once (default: %(default)s); two servers of one thread do "
         "more than one of two, and suffer less from other work")  # fmt: skip
-    add("--threads", type=int, default=1, metavar="N",
-        help="threads of each server (default: %(default)s)")  # fmt: skip
-    add("--concurrency", type=int, default=4, metavar="N",
-        help="requests in flight at each server (default: %(default)s)")  # fmt: skip
 
 
 def make_setup(args: argparse.Namespace) -> Setup:
@@ -95,6 +101,8 @@ def make_setup(args: argparse.Namespace) -> Setup:
     Side effects: a demo model that is absent is fetched; the output folder is made. Raises
     UserError naming the flag.
     """
+    if not args.texts:
+        raise UserError("--texts FILE is needed: held-out text that the policy never saw")
     _check_numbers(args)
     baselines = parse_baselines(args.baselines)
     model = model_folder(args.model)
@@ -110,7 +118,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
     _check_plotting()
     return Setup(
         model=model, model_name=model.name, geometry=geometry, policy_id=found.policy_id,
-        contenders=contenders, text_files=args.texts, context=args.context,
+        contenders=contenders, text_files=[Path(name) for name in args.texts], context=args.context,
         texts=args.texts_per_run, needles=args.needles, seed=args.seed, bootstrap=args.bootstrap,
         threads=args.threads, servers=args.servers, concurrency=args.concurrency,
         out=_folder(args.out, args.resume), resume=args.resume,

@@ -21,7 +21,7 @@ from kvpolicy.retention import RULES, DeviceTables, RetentionTables, retain, ret
 from kvpolicy.store import resolve
 
 Arm = Callable[[Judged, int], torch.Tensor]
-FULL, RECENCY = "full", "recency"
+FULL, RECENCY, NOTHING = "full", "recency", "nothing"
 
 
 class PolicyArm:
@@ -76,6 +76,25 @@ def recency(judged: Judged, budget: int) -> torch.Tensor:
     units, length = judged.prefill.mass.shape
     last = torch.arange(max(0, length - budget), length, device=judged.prefill.mass.device)
     return last.expand(units, -1)
+
+
+def nothing(judged: Judged, budget: int) -> torch.Tensor:
+    """The last token alone, whatever the budget: what a task scores without its prompt."""
+    return recency(judged, 1)
+
+
+@dataclass(frozen=True)
+class OwnArm:
+    """An arm that needs no tables, and what is said of it."""
+
+    arm: Arm
+    title: str
+
+
+OWN_ARMS = {
+    RECENCY: OwnArm(recency, RECENCY),
+    NOTHING: OwnArm(nothing, "nothing but the prompt's last token"),
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calib_cluster.errors import CalibrationError
-from calib_cluster.judge.arms import RECENCY, Arm, Policy, PolicyArm, recency
+from calib_cluster.judge.arms import OWN_ARMS, Arm, Policy, PolicyArm
 from calib_cluster.judge.items import Item
 from calib_cluster.judge.model import DEFAULT_VIEW, JudgedModel, View
 from calib_cluster.judge.peers import PeerArm
@@ -66,7 +66,8 @@ class Bench:
             for policy in spec.policies
         }
         for name in spec.peers:
-            self._arms[name] = recency if name == RECENCY else PeerArm(name, self._model)
+            own = OWN_ARMS.get(name)
+            self._arms[name] = own.arm if own else PeerArm(name, self._model)
 
     def run(self, item: Item, protocol: str) -> CaseResult:
         """Prefill once, then every arm at every budget. Raises CalibrationError."""

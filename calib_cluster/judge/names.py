@@ -34,6 +34,10 @@ BIRDS = _words(
 METALS = _words(
     "brass bronze chrome cobalt copper gold iron lead mercury nickel silver steel tin zinc"
 )
+INSTRUMENTS = _words(
+    "accordion banjo bassoon cello clarinet cornet drum fiddle flute guitar harp harpsichord lute "
+    "mandolin oboe organ piano saxophone trombone trumpet tuba viola violin zither"
+)
 _HEADS = _words("Bra Cor Dun El Fal Gar Hol Kel Lor Mar Nor Or Pel Ros Sel Tor Ul Val Wes Zan")
 _TAILS = _words(
     "bridge by combe dale den field ford gate ham haven kirk ley mere mont mouth port stead ton "

@@ -60,8 +60,10 @@ def draw(result: Result) -> Figure:
             axes.set_axis_off()
         for axes, (measure, name) in zip(axes_row, panels, strict=False):
             task = TEXT if is_text else name
-            _panel(axes, result, [c for c in cells if c.task == task], measure)
-            axes.set_title("all answers" if name == ANSWERS else name, fontsize=10)
+            own = [c for c in cells if c.task == task]
+            _panel(axes, result, own, measure)
+            if own:  # a suite need not ask every task under both protocols
+                axes.set_title("all answers" if name == ANSWERS else name, fontsize=10)
         label = f"text, T={length}" if is_text else f"{protocol}, T={length}\nanswer tokens right"
         axes_row[0].set_ylabel(label)
     handles, labels = grid[0][0].get_legend_handles_labels()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from rich.box import HORIZONTALS
 from rich.console import Console
@@ -24,11 +24,14 @@ NOTES = (
 )
 
 
-def show(result: Result, console: Console) -> None:
-    """Print all tables, and what was measured."""
+Place = tuple[int, str, str, str, int | None]  # length, protocol, task, arm, budget
+
+
+def show(result: Result, console: Console, below: Set[Place] = frozenset()) -> None:
+    """Print all tables, those ``below`` a floor in red, and what was measured."""
     settings = result.settings
     for group in dict.fromkeys((c.length, c.protocol, c.task) for c in result.cells):
-        for table in _tables(result, group, console):
+        for table in _tables(result, group, console, below):
             console.print(table)
         console.print()
     console.print(Text(NOTES))
@@ -39,18 +42,18 @@ def show(result: Result, console: Console) -> None:
     console.print(Text(f"{settings.model}, seed {settings.seed}: {state}"))
 
 
-def _tables(result: Result, group: Group, console: Console) -> list[Table]:
+def _tables(result: Result, group: Group, console: Console, below: Set[Place]) -> list[Table]:
     """One group's results, in as many tables as the console's width makes of all budgets."""
     budgets, unbounded = result.settings.budgets, console.options.update(max_width=10_000)
     for count in range(len(budgets), 0, -1):
         parts = [budgets[i : i + count] for i in range(0, len(budgets), count)]
-        tables = [_table(result, group, part) for part in parts]
+        tables = [_table(result, group, part, below) for part in parts]
         if max(console.measure(t, options=unbounded).maximum for t in tables) <= console.width:
             break
     return tables
 
 
-def _table(result: Result, group: Group, budgets: Sequence[int]) -> Table:
+def _table(result: Result, group: Group, budgets: Sequence[int], below: Set[Place]) -> Table:
     length, protocol, task = group
     cells = {(c.arm, c.budget): c for c in result.cells if (c.length, c.protocol, c.task) == group}
     main, full = measures_of(task)[0], cells[FULL, None]
@@ -76,6 +79,7 @@ def _table(result: Result, group: Group, budgets: Sequence[int]) -> Table:
             cell = cells[arm, budget]
             best = pick(getattr(c, main) for (_, b), c in cells.items() if b == budget)
             style = "bold" if getattr(cell, main) == best else ""
+            style += " red" if (*group, arm, budget) in below else ""
             row += [f"{cell.kept:.1f}", Text(_values(cell, task), style=style)]
             if result.against:
                 row.append(_signed(intervals.get((arm, budget))))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -28,8 +29,8 @@ PLOT_FILE = "judge.png"
 _HERE = Path(__file__).parent
 _SOURCES = {
     _HERE: (
-        "arms.py", "bench.py", "haystack.py", "items.py", "scoring.py", "model.py", "names.py",
-        "peers.py", "tasks.py",
+        "arms.py", "bench.py", "haystack.py", "items.py", "labels.py", "scoring.py", "model.py",
+        "names.py", "peers.py", "tasks.py",
     ),
     _HERE.parent: ("attention.py", "capture.py", "rewards"),
     Path(kvpolicy.__file__).parent: ("geometry.py", "retention"),
@@ -140,13 +141,18 @@ class Result(msgspec.Struct, frozen=True):
     cases: list[CaseResult]
 
 
-class CaseLog:
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+class CaseLog(Generic[C]):
     """Finished cases of one run on disk, a line each, the settings in the first.
 
     Args:
         folder: made if it is not there.
         settings: of this run.
         resume: go on with what is there; else there must be nothing.
+        file: name in the folder.
+        kind: of the cases; no two may have the same ``key``.
 
     Attributes:
         cases: those finished so far.
@@ -156,9 +162,16 @@ class CaseLog:
             damaged; or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
-        self._path = folder / CASES_FILE
-        self.cases: list[CaseResult] = []
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        resume: bool,
+        file: str = CASES_FILE,
+        kind: type[C] = CaseResult,
+    ) -> None:
+        self._path, self._kind = folder / file, kind
+        self.cases: list[C] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
@@ -179,13 +192,13 @@ class CaseLog:
         if torn:  # the run was killed while it wrote its last line
             write_durably(self._path, whole + b"\n")
         first, *lines = whole.split(b"\n")
-        found = self._decoded(first, 1, Settings)
+        found = self._decoded(first, 1, type(settings))
         if differences := settings.differences(found):
             raise CalibrationError(
                 f"{self._path} is of a run with other settings ({'; '.join(differences)}): give "
                 "the same ones, or another --out"
             )
-        self.cases = [self._decoded(line, n, CaseResult) for n, line in enumerate(lines, start=2)]
+        self.cases = [self._decoded(line, n, self._kind) for n, line in enumerate(lines, start=2)]
         if len({case.key for case in self.cases}) < len(self.cases):
             raise CalibrationError(f"{self._path} holds a case twice")
 
@@ -197,7 +210,7 @@ class CaseLog:
                 f"{self._path}, line {number}, is damaged or of another version: {error}"
             ) from error
 
-    def add(self, case: CaseResult) -> None:
+    def add(self, case: C) -> None:
         """Keep ``case``, on disk when this returns. Raises CalibrationError."""
         try:
             with self._path.open("ab") as file:

@@ -20,9 +20,10 @@ class Score(msgspec.Struct, frozen=True):
 
     ``budget`` None is the full cache. ``kept`` is the mean of tokens kept a kv head; ``accuracy``
     the share of the scored answer tokens (``Case.scored``) that are the most likely one, given
-    the ones before; ``exact``: all of the answer's are, which is when greedy decoding gives the
-    answer; ``nll`` and ``kl`` (full cache to arm) are mean nats a scored token; ``agreement`` is
-    the share of them where arm and full cache find the same token most likely.
+    the ones before (with ``Case.choices``, the last one among these); ``exact``: all of the
+    answer's are, which is when greedy decoding gives the answer; ``nll`` and ``kl`` (full cache to
+    arm) are mean nats a scored token; ``agreement`` is the share of them where arm and full cache
+    find the same token most likely.
     """
 
     arm: str
@@ -102,6 +103,7 @@ class _Scorer:
         self._scored = case.scored
         device = judged.full.device
         self._targets = torch.tensor(case.continuation[self._scored], device=device)
+        self._choices = torch.tensor(case.choices, dtype=torch.int64, device=device)
         self._full = model.log_probs(judged, judged.full[self._scored], self._scored)
         self._first_right = True
         if case.start == 0:  # the first answer token is the prefill's, alike in every arm
@@ -115,7 +117,7 @@ class _Scorer:
         else:
             before = slice(self._scored.start - 1, self._scored.stop - 1)
             ours = self._model.log_probs(self._judged, hidden[before], self._scored)
-        best = ours.argmax(-1)
+        best = self._best(ours)
         right = best == self._targets
         nll = -ours.gather(1, self._targets[:, None])
         kl = (self._full.exp() * (self._full - ours)).sum(-1)
@@ -125,5 +127,12 @@ class _Scorer:
             exact=self._first_right and bool(right.all()),
             nll=float(nll.double().mean()),
             kl=float(kl.double().mean()),
-            agreement=float((best == self._full.argmax(-1)).double().mean()),
+            agreement=float((best == self._best(self._full)).double().mean()),
         )  # fmt: skip
+
+    def _best(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """int64 [n], the predicted tokens."""
+        best = log_probs.argmax(-1)
+        if len(self._choices):
+            best[-1] = self._choices[log_probs[-1, self._choices].argmax()]
+        return best

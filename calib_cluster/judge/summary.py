@@ -34,8 +34,10 @@ def grouped(cases: Sequence[CaseResult]) -> dict[Group, list[CaseResult]]:
     return dict(groups)
 
 
-def _place(length: int, protocol: str, task: str) -> tuple[int, int, int]:
-    return length, (*PROTOCOLS, PLAIN).index(protocol), list(TASKS).index(task)
+def _place(length: int, protocol: str, task: str) -> tuple[int, int, int, str]:
+    known = list(TASKS)  # tasks of files come after them, in the order of their names
+    place = known.index(task) if task in known else len(known)
+    return length, (*PROTOCOLS, PLAIN).index(protocol), place, task
 
 
 def measures_of(task: str) -> tuple[str, ...]:

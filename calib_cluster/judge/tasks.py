@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from calib_cluster.corpora.documents import Corpus
-from calib_cluster.corpora.excerpts import plain_encoder
+from calib_cluster.corpora.excerpts import bos, plain_encoder
 from calib_cluster.errors import CalibrationError
-from calib_cluster.judge import names
+from calib_cluster.judge import labels, names
 from calib_cluster.judge.haystack import SPARE, Hay, cut_hay
 from calib_cluster.judge.items import TEXT, Item
 
@@ -163,6 +163,30 @@ def _vartrack(place: _Place) -> Item:
     return place.item(place.around(asked, told)[0], asked, answer, None)
 
 
+def _labels(place: _Place) -> Item:
+    """Words of four kinds, each with its kind's letter; the letter of a new word is asked for.
+
+    Which letter is which kind's is drawn anew for every item. The prompt begins within a line.
+    """
+    letters = [place.encode(letter) for letter in labels.LABELS]
+    if any(len(ids) != 1 for ids in letters) or len(set(map(tuple, letters))) < len(letters):
+        raise CalibrationError(f"task {place.task}: a letter is no token of this tokenizer")
+    place.rng.shuffle(letters)
+    wanted, others = labels.words(place.rng)
+    asked, end = place.encode(f"{wanted.text} ("), place.encode(")\n")
+    room = place.length - len(place.hay.ids) - len(asked)
+    shown: list[int] = []
+    while len(shown) < room:
+        one = next(others)
+        shown += [*place.encode(f"{one.text} ("), *letters[one.kind], *end]
+    context = (*place.hay.ids, *shown[-room:])
+    choices = tuple(token for ids in letters for token in ids)
+    return Item(
+        place.task, place.index, place.length, place.hay.corpus, None, context, tuple(asked),
+        tuple(letters[wanted.kind]), held=1, choices=choices,
+    )  # fmt: skip
+
+
 def _text(place: _Place) -> Item:
     """What follows an excerpt."""
     return place.item(place.hay.ids, "", place.hay.spare[:CONTINUATION], None)
@@ -189,8 +213,12 @@ TASKS: dict[str, Callable[[_Place], Item]] = {
     "recall": _recall,
     "vartrack": _vartrack,
     "longanswer": _longanswer,
+    "labels": _labels,
     TEXT: _text,
 }
+HAYLESS = ("labels",)
+"""Tasks that need no held-out text: what the others get of it does not depend on them."""
+GENERATED = "generated"
 
 
 def make_items(
@@ -216,8 +244,10 @@ def make_items(
         raise CalibrationError(f"no task {unknown[0]!r}; there are {', '.join(TASKS)}")
     if length < MIN_LENGTH:
         raise CalibrationError(f"length {length} is not accepted: give at least {MIN_LENGTH}")
-    order = list(TASKS)
-    hay = cut_hay(corpora, tokenizer, length, per_task * len(order), seed)
+    order = [task for task in TASKS if task not in HAYLESS]
+    count = per_task * len(order) if set(tasks) - set(HAYLESS) else 0
+    hay = cut_hay(corpora, tokenizer, length, count, seed) if count else []
+    none = Hay(GENERATED, bos(tokenizer), [])
     encode = plain_encoder(tokenizer)
     items = []
     for index in range(per_task):
@@ -226,7 +256,7 @@ def make_items(
             offset = random.Random(f"depth {task} {seed} {length}").random()
             low, high = DEPTHS
             depth = low + (high - low) * ((offset + index * GOLDEN) % 1)
-            own = hay[index * len(order) + order.index(task)]
+            own = none if task in HAYLESS else hay[index * len(order) + order.index(task)]
             place = _Place(rng, own, encode, tokenizer.decode, task, index, length, depth)
             items.append(TASKS[task](place))
     return items

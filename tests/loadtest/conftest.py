@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from loadtest import model_specs
+from tests.calib_cluster.judge.conftest import reader, texts  # noqa: F401
 from tests.loadtest import fake_model
 
 

@@ -46,18 +46,18 @@ def test_a_whole_run(command, tmp_path, capsys):
     """Every task under both protocols: files, tables, equal budgets, differences."""
     assert main(command(tmp_path)) == 0
     result = read_result(tmp_path / "judge.json")
-    assert result.finished and len(result.cases) == 5 * 2 + 1 and result.against == "head"
+    assert result.finished and len(result.cases) == 6 * 2 + 1 and result.against == "head"
     assert set(result.settings.peers) == set(PEERS.split(","))
     for case in result.cases:
         assert [s.arm for s in case.scores[:1]] == ["full"] and len(case.scores) == 1 + 6 * 2
-        assert case.tokens == 512 or case.protocol == "agnostic"
+        assert case.tokens == 512 - (case.task == "labels") or case.protocol == "agnostic"
         kept = {(s.arm, s.budget): s.kept for s in case.scores}
         for arm in ("head", "snapkv", "adakv", "recency"):
             assert [kept[arm, 20], kept[arm, 64]] == [20, 64]
         assert kept["chunkkv", 20] <= 20 and 40 < kept["chunkkv", 64] <= 64
     assert {d.beside for d in result.differences} == {"full", "paper", *PEERS.split(",")}
     out = capsys.readouterr().out
-    assert out.count("T=512, ") == 5 * 2 + 2 + 1  # a table each, and all answers together
+    assert out.count("T=512, ") == 6 * 2 + 2 + 1  # a table each, and all answers together
     assert "T=512, aware, needle, n=1" in out and "head minus it" in out
     assert re.search(r"paper: rule paper \(observe=64 .*uniform tables", " ".join(out.split()))
     assert max(map(len, out.split("\n")[:30])) <= 150

@@ -35,12 +35,13 @@ def test_context_and_question_have_exactly_the_length(corpora, smol, length):
     for item in make(corpora, smol, length=length, per_task=2):
         assert len(item.context) + len(item.question) == item.length == length
         aware, *agnostic = (item.case(p) for p in item.protocols(PROTOCOLS))
-        assert (len(aware.prompt), aware.continuation) == (length, item.answer)
-        assert aware.scored == slice(1, len(item.answer))
+        held = item.question[len(item.question) - item.held :]
+        assert len(aware.prompt) == length - item.held == length - (item.task == "labels")
+        assert aware.continuation == held + item.answer
+        assert aware.scored == slice(1, len(aware.continuation))
         for case in agnostic:
-            assert case.prompt == item.context and case.prompt + case.continuation == (
-                *aware.prompt, *item.answer
-            )  # fmt: skip
+            assert case.prompt == item.context
+            assert case.prompt + case.continuation == aware.prompt + aware.continuation
             assert case.continuation[case.scored] == item.answer
 
 
