@@ -25,6 +25,12 @@ COMMANDS: dict[str, Command] = {
     "model": Command("loadtest.models", "fetch, convert and verify a demo model"),
     "demo": Command("loadtest.demo", "compare stock SGLang and RaggedKV on the same KV bytes"),
     "freeze": Command("loadtest.freeze", "measure what freezing prompts brings and costs"),
+    "max-batch": Command(
+        "loadtest.capacity.max_batch", "how many requests run together, how fast, how well"
+    ),
+    "max-context": Command(
+        "loadtest.capacity.max_context", "the longest prompt that completes and is understood"
+    ),
     "quality": Command("loadtest.quality", "measure what a policy costs in quality"),
     "calibration-cost": Command("loadtest.calibration_cost", "what SeqCalib costs and grows with"),
 }

@@ -47,7 +47,7 @@ def _excerpt(tokenizer, length: int, rng: random.Random) -> list[int]:
         start = rng.randrange(len(text))
         start = text.rfind("\n", 0, start) + 1  # at a line, as a reader would quote it
         piece = text[start : start + CHARS_PER_TOKEN * (length - len(ids))]
-        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
     return ids[:length]
 
 

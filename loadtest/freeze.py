@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.status import Status
 
 from kvpolicy.render import make_console
 from loadtest.demo_measure import RETRACTIONS, kept_share, one_line
@@ -31,6 +30,7 @@ from loadtest.freeze_results import (
 )
 from loadtest.freeze_setup import Setup, add_arguments, make_setup
 from loadtest.result_files import write_json
+from loadtest.say import Say
 from loadtest.servers import Server, ServerError
 
 __all__ = ["add_arguments", "run"]
@@ -87,7 +87,7 @@ class _Benchmark:
         flags = (*contender.flags, "--enable-metrics")
         server = Server(work.model, *flags, log=log)
         try:
-            with _Say(contender.name, self.console) as say:
+            with Say(contender.name, self.console) as say:
                 self._tell(f"{contender.name}: starting the server (log: {log})")
                 with server:
                     return self._measure(contender, server, say)
@@ -121,24 +121,3 @@ class _Benchmark:
 
     def _tell(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
-
-
-class _Say:
-    """A line that changes in place on a terminal, and is left out of a pipe."""
-
-    def __init__(self, name: str, console: Console) -> None:
-        self._name, self._console = name, console
-        self._status = Status(name, console=console) if console.is_terminal else None
-
-    def __enter__(self) -> Callable[[str], None]:
-        if self._status is not None:
-            self._status.start()
-        return self._say
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def _say(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._name}: {text}")

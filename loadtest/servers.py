@@ -139,7 +139,8 @@ class Client:
         try:
             with self._http.stream("POST", "/generate", json=body) as response:
                 if response.is_error:
-                    raise self._error(f"POST /generate: {response.status_code}")
+                    told = response.read().decode(errors="replace")[:500]
+                    raise self._error(f"POST /generate: {response.status_code} {told}")
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         answer = json.loads(line.removeprefix("data: "))
@@ -270,7 +271,7 @@ class Server(Client):
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
         atexit.register(self.stop)
         try:
@@ -293,13 +294,26 @@ class Server(Client):
     def cpu_seconds(self) -> float:
         """CPU seconds that the launcher and its living children have taken so far."""
         total = 0.0
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def memory_bytes(self) -> int:
+        """Memory of the launcher and its living children: PSS, or RSS where the system has none."""
+        total = 0
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                used = process.memory_full_info()
+                total += getattr(used, "pss", used.rss)
+        return total
+
+    def _processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._process.pid)
-            for process in (launcher, *launcher.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total += times.user + times.system
-        return total
+            return [launcher, *launcher.children(recursive=True)]
+        return []
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines of the server's output."""
@@ -388,7 +402,7 @@ def _quiet(threads: int) -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child before exec: get SIGKILL when the parent dies (SGLang's own children follow)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from xml.etree.ElementTree import Element
 
-from calib_cluster.report import words
 from calib_cluster.report.data import ReportInput
-from calib_cluster.report.markup import node
-from calib_cluster.report.parts import layer_map, only, scroll_table
+from calib_cluster.report.parts import layer_map, only
 from kvpolicy.geometry import LayerGeometry, LayerKind
+from kvpolicy.report import words
+from kvpolicy.report.markup import node
+from kvpolicy.report.parts import scroll_table
 from kvpolicy.windows import FULL
 
 # least share of a bar that has room for its count, on a desktop and on a phone

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 from xml.etree.ElementTree import Element
 
-from calib_cluster.report import words
-from calib_cluster.report.charts import Axis, histogram
 from calib_cluster.report.data import ReportInput
-from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import figure, header, only, row, scroll_table
+from calib_cluster.report.parts import only
+from kvpolicy.report import words
+from kvpolicy.report.charts import Axis, histogram
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import figure, header, row, scroll_table
 from kvpolicy.windows import FULL
 
 TIGHTEST = 10

@@ -7,11 +7,12 @@ from xml.etree.ElementTree import Element
 from calib_cluster.report.data import ReportInput
 from calib_cluster.report.heatmap import scale, share_bars, window_maps
 from calib_cluster.report.margins import margin_blocks, margin_table
-from calib_cluster.report.markup import to_bytes
-from calib_cluster.report.parts import document, picker, section
+from calib_cluster.report.parts import picker
 from calib_cluster.report.points import headline, points_meaning, points_table, residency_charts
 from calib_cluster.report.provenance import evidence_table, provenance
 from calib_cluster.report.style import stylesheet
+from kvpolicy.report.markup import to_bytes
+from kvpolicy.report.parts import document, section
 
 
 def render_report(data: ReportInput) -> bytes:

@@ -1,29 +1,12 @@
-"""Pieces that several sections use."""
+"""Pieces that several sections of a policy's report use, beyond those of every page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element
 
-from calib_cluster.report.markup import Child, node
 from kvpolicy.geometry import LayerGeometry
-
-# nothing may be fetched, whatever a name in the data looks like
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def document(title: str, styles: str, *parts: Child) -> Element:
-    """A whole page, its styles inside it."""
-    head = node(
-        "head",
-        node("meta", charset="utf-8"),
-        node("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        node("meta", http_equiv="Content-Security-Policy", content=_CONTENT_POLICY),
-        node("link", rel="icon", href="data:,"),
-        node("title", title),
-        node("style", styles),
-    )
-    return node("html", head, node("body", *parts), lang="en")
+from kvpolicy.report.markup import Child, node
 
 
 def picker(title: str, names: Sequence[str], chosen: int, label: str) -> Element:
@@ -58,40 +41,6 @@ def layer_map(
     return node("div", node("div", strips, cls="map", role="list"), cls="box")
 
 
-def section(title: str, meaning: Child, *parts: Child) -> Element:
-    """A section: its title, what it means in a sentence or two, then its figures."""
-    return node("section", node("h2", title), node("p", meaning, cls="meaning"), *parts)
-
-
 def only(index: int, name: str, *parts: Child) -> Element:
     """A block shown while ``index`` is picked (always, if the browser cannot pick)."""
     return node("div", node("h3", name, cls="point"), *parts, cls=f"only p{index}")
-
-
-def scroll_table(head: Sequence[Element], rows: Sequence[Element], cls: str = "") -> Element:
-    """A table that scrolls inside its own box when it is wider than the page."""
-    parts = [node("thead", head)] if head else []
-    table = node("table", parts, node("tbody", rows))
-    return node("div", table, cls=f"scroll {cls}".strip())
-
-
-def header(*cells: str) -> Element:
-    """A header row."""
-    return node("tr", [node("th", cell, scope="col") for cell in cells])
-
-
-def row(first: Child, *cells: Child, cls: str = "") -> Element:
-    """A row whose first cell names it."""
-    extra = {"cls": cls} if cls else {}
-    return node("tr", node("th", first, scope="row"), [node("td", c) for c in cells], **extra)
-
-
-def figure(chart: Element, caption: Child) -> Element:
-    """A chart and the sentence that says what it shows."""
-    return node("figure", chart, node("figcaption", caption))
-
-
-def definitions(facts: Sequence[tuple[str, Child]]) -> Element:
-    """Names and what they are."""
-    rows = [node("div", node("dt", name), node("dd", value)) for name, value in facts]
-    return node("dl", rows)

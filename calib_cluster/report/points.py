@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from calib_cluster.report import words
-from calib_cluster.report.charts import Axis, Dot, Line, line_chart
 from calib_cluster.report.data import ReportInput
-from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import figure, row, scroll_table
 from kvpolicy.geometry import LayerKind
 from kvpolicy.render import human_bytes
+from kvpolicy.report import words
+from kvpolicy.report.charts import Axis, Dot, Line, line_chart
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import figure, row, scroll_table
 from kvpolicy.residency import DEFAULT_PAGE_SIZE, peak_bytes, residency
 from kvpolicy.windows import FULL, WindowPolicy
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element
 
-from calib_cluster.report import words
 from calib_cluster.report.data import ReportInput
-from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import definitions, header, row, scroll_table
 from kvpolicy.geometry import ModelGeometry
 from kvpolicy.manifest import CalibrationRecord
+from kvpolicy.report import words
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import definitions, header, row, scroll_table
 
 
 def evidence_table(data: ReportInput) -> Element:

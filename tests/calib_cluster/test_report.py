@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from calib_cluster.errors import CalibrationError
 from calib_cluster.report import ReportInput, render_report
-from calib_cluster.report.charts import spread
 from calib_cluster.report.palette import ink, point_colours, window_colours
 from kvpolicy.artifact import PointSpec
 from kvpolicy.evidence import Evidence, HeldOut
 from kvpolicy.geometry import LayerGeometry, LayerKind, ModelGeometry
 from kvpolicy.manifest import CalibrationRecord
+from kvpolicy.report.charts import spread
 from kvpolicy.windows import FULL, WindowPolicy
 
 TAUS = (0.95, 0.98, 0.99, 0.995, 0.999)

@@ -6,13 +6,14 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report import words
-from calib_cluster.report.markup import node
-from calib_cluster.report.parts import figure, only
+from calib_cluster.report.parts import only
 from calib_cluster.report.retention.data import RetentionReportInput
 from calib_cluster.report.retention.heads import percent, sureness
 from calib_cluster.report.retention.risk import cell_table, labels
 from calib_cluster.report.retention.scale import Scale, bars, short
+from kvpolicy.report import words
+from kvpolicy.report.markup import node
+from kvpolicy.report.parts import figure
 
 MEANING = (
     "A token must score at least its layer's threshold to be kept, even when the budget has room "

@@ -6,12 +6,13 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report import words
-from calib_cluster.report.charts import Axis, histogram
-from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import figure, header, layer_map, row, scroll_table
+from calib_cluster.report.parts import layer_map
 from calib_cluster.report.retention.data import SURE, RetentionReportInput
 from calib_cluster.report.retention.scale import Scale, bars, short
+from kvpolicy.report import words
+from kvpolicy.report.charts import Axis, histogram
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import figure, header, row, scroll_table
 
 EXTREMES = 5
 

@@ -8,24 +8,15 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report import words
-from calib_cluster.report.markup import Child, node
 from calib_cluster.report.palette import blend, ink
-from calib_cluster.report.parts import (
-    definitions,
-    figure,
-    header,
-    layer_map,
-    only,
-    picker,
-    row,
-    scroll_table,
-    section,
-)
+from calib_cluster.report.parts import layer_map, only, picker
 from calib_cluster.report.retention.data import SURE, RetentionReportInput
 from calib_cluster.report.retention.heads import EXTREMES, percent, sureness
 from calib_cluster.report.retention.scale import Scale, bars, short
 from kvpolicy.mix_view import RETRIEVES, mixture_text, mixtures, query_heads, retrieving
+from kvpolicy.report import words
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import definitions, figure, header, row, scroll_table, section
 from kvpolicy.retention import SOURCES
 
 SHARE_MEANING = (

@@ -6,15 +6,16 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report import words
-from calib_cluster.report.markup import node, to_bytes
-from calib_cluster.report.parts import definitions, document, picker, section
+from calib_cluster.report.parts import picker
 from calib_cluster.report.provenance import record_parts, setting
 from calib_cluster.report.retention import gate, heads, mix, risk, support
 from calib_cluster.report.retention.data import SURE, Cost, RetentionReportInput
 from calib_cluster.report.retention.scale import STEPS, short
 from calib_cluster.report.retention.style import RULES as STYLES
 from calib_cluster.report.style import stylesheet
+from kvpolicy.report import words
+from kvpolicy.report.markup import node, to_bytes
+from kvpolicy.report.parts import definitions, document, section
 from kvpolicy.retention import RULES
 
 _OPTIONS = {

@@ -8,11 +8,11 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report import words
-from calib_cluster.report.markup import Child, node
-from calib_cluster.report.parts import header, scroll_table
 from calib_cluster.report.retention.data import RetentionReportInput
 from calib_cluster.report.retention.scale import Scale, short
+from kvpolicy.report import words
+from kvpolicy.report.markup import Child, node
+from kvpolicy.report.parts import header, scroll_table
 
 MEANING = (
     "A prompt falls into one cell by two numbers taken at the end of its prefill: the entropy of "

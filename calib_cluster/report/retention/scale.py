@@ -8,8 +8,8 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report.charts import Axis, histogram
-from calib_cluster.report.markup import node
+from kvpolicy.report.charts import Axis, histogram
+from kvpolicy.report.markup import node
 
 STEPS = 21
 """Colours of the scale: the paper's gate has that many thresholds."""

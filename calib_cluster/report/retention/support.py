@@ -7,10 +7,10 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report.parts import header, row, scroll_table
 from calib_cluster.report.retention.data import SURE, RetentionReportInput
 from calib_cluster.report.retention.heads import percent
 from calib_cluster.report.retention.risk import quantile_text
+from kvpolicy.report.parts import header, row, scroll_table
 
 MEANING = (
     "A record is the reward of one evaluation in which an entry's action was drawn. Support is the "

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from calib_cluster.report.markup import node, number
+from kvpolicy.report.markup import node, number
 
 _WIDTH = 420
 _LEFT, _TOP, _BOTTOM = 54, 12, 44
