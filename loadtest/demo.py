@@ -25,8 +25,8 @@ from loadtest.demo_workload import (
     ragged,
     stock,
 )
-from loadtest.errors import UserError
 from loadtest.model_specs import DEFAULT_MODEL, SPECS
+from loadtest.result_files import output_folder
 from loadtest.servers import PAGE_SIZE, TextCompletion
 
 DEFAULT_POLICY = "seqcalib@b34b784ae412"  # one version, whatever is calibrated beside it
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     default = FREEZE_POLICY if args.model == DEFAULT_MODEL else NO_FREEZE
     if (freeze := args.freeze or default) != NO_FREEZE:
         contenders.append(frozen(work, freeze, args.budget_tokens, "--freeze"))
-    out = _folder(args.out)
+    out = output_folder(args.out)
     demo = _Demo(work, Console(stderr=True, highlight=False, markup=False))
     result = demo.compare(contenders, out)
     saved = write_result(result, out)
@@ -146,14 +146,6 @@ class _Demo:
         hidden = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             yield bar, bar.add_task(text, total=total)
-
-
-def _folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from error
-    return path
 
 
 def _stdout() -> Console:

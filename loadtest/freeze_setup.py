@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from loadtest.errors import UserError, in_range
 from loadtest.freeze_measure import UNDER_WAY
 from loadtest.freeze_results import RESULT_FILE
 from loadtest.model_specs import DEFAULT_MODEL, SPECS
+from loadtest.result_files import output_folder
 
 SURPLUS = 2
 """Requests sent beyond what is predicted to fit, so that a peak is a limit and not a choice."""
@@ -124,7 +124,14 @@ def make_setup(args: argparse.Namespace) -> Setup:
     if args.requests is not None:
         equal = min(equal, args.requests)
     return Setup(
-        work, contenders, equal, args.requests, budget, pairs, args.seed, _folder(args.out)
+        work,
+        contenders,
+        equal,
+        args.requests,
+        budget,
+        pairs,
+        args.seed,
+        output_folder(args.out),
     )
 
 
@@ -143,14 +150,3 @@ def _check_plotting() -> None:
     # now, not after the measurement
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("the plot needs matplotlib, which is not installed: pip install matplotlib")
-
-
-def _folder(path: Path) -> Path:
-    probe = path / f".{RESULT_FILE}.{os.getpid()}"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from error
-    return path

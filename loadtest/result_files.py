@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def output_folder(path: Path) -> Path:
+    """``path``, made if it is absent. Raises UserError if nothing can be written there."""
+    probe = path / f".probe.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from error
+    return path
+
+
 def write_json(path: Path, record: msgspec.Struct) -> Path:
     """``write_bytes`` of ``record`` as JSON."""
     return write_bytes(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")

@@ -28,6 +28,7 @@ from loadtest.demo_workload import DTYPE_BYTES, model_folder
 from loadtest.errors import UserError, in_range, naming_flag
 from loadtest.freeze_measure import UNDER_WAY
 from loadtest.model_specs import DEFAULT_MODEL, SPECS
+from loadtest.result_files import output_folder
 
 
 @dataclass(frozen=True)
@@ -195,13 +196,7 @@ def _sides(
 
 
 def _folder(path: Path) -> Path:
-    probe = path / f".{REPORT_FILE}.{os.getpid()}"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from error
+    output_folder(path)
     for kind in (BatchResult, ContextResult):  # now, not after the measurement
         load_beside(path, kind)
     return path
