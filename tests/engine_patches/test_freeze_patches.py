@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from engine_patches import loss, serving
 from engine_patches.budget import Budget, BudgetError, Wish, wish_of
+from engine_patches.counters import Counters
 from engine_patches.freeze import Freeze, Freezer, FreezeReport
+from engine_patches.host_pages import HostPages
 from engine_patches.ledger import PageLedger
 from engine_patches.patches import (
     forward_plan,
@@ -270,11 +273,12 @@ def test_a_hit_leaves_the_observed_tokens_to_be_computed(serve, limit, dead, hit
     size, path = 4, [5, 3, 8, 1, 2, 7]
     ledger = PageLedger([Level(0, FULL, 0, (0,))], 20, 20)
     ledger.bind(0, [page for i, page in enumerate(path) if i not in dead])
+    host = HostPages(size, 20, False, Counters(), compare=True)
     notes = []
     allocator = SimpleNamespace(
         ledger=ledger,
         page_size=size,
-        pages_of=lambda slots: np.array([int(s) // size for s in slots[::size]]),
+        tree_pages=lambda key, tokens, slots: host.pages((), array("q", tokens), slots),
         hit_limit=lambda req: limit,
         note_hit=lambda req, found, valid: notes.append((found, valid)),
     )
