@@ -69,6 +69,8 @@ class HostPages:
         known = None
         if told and all(part is not None for part in told):
             known = [page for part in told for page in part]
+            if len(known) != (count := sum(ids.numel() for ids in page_ids)):
+                raise HostPagesError(f"the host expected {len(known)} freed pages, not {count}")
         return self._known_or_read(known, lambda: torch.cat(tuple(page_ids)))
 
     def give(self, freed: Sequence[int]) -> None:

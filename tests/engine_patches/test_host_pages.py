@@ -134,6 +134,14 @@ def test_a_device_that_is_not_compared_is_not_asked():
         host.pages("b", tokens, ask)
 
 
+def test_another_number_of_pages_than_was_told_is_seen_on_any_device():
+    host = HostPages(SIZE, 40, False, Counters(), compare=False)
+    host.foresee([[3, 4]])
+    host.tell(2)
+    with pytest.raises(HostPagesError, match="expected 2 freed pages, not 3"):
+        host.freed([torch.tensor([3, 4, 9])])
+
+
 def test_an_empty_path_reads_nothing(host):
     assert host.pages("a", array("q"), lambda: torch.empty(0)) == []
     assert host._counters.page_reads == 0
