@@ -58,16 +58,25 @@ def install_cli() -> None:
 def install_engine() -> None:
     """Check every target, patch it and check that the patch holds. Raises Refusal."""
     check_version()
-    for patch in patches.ENGINE:
+    install(patches.ENGINE)
+
+
+def install(group: tuple[Patch, ...]) -> None:
+    """Check the targets of ``group``, patch them and check that it holds. Raises Refusal."""
+    for patch in group:
         check_target(patch)
-    _register(patches.ENGINE)
+    _register(group)
     HookRegistry.apply_hooks()
-    check_installed()
+    _check_group(group)
 
 
 def check_installed() -> None:
-    """Refuse to go on if a patch is not in place. Raises Refusal."""
-    for patch in patches.ENGINE:
+    """Refuse to go on if a patch of the engine is not in place. Raises Refusal."""
+    _check_group(patches.ENGINE)
+
+
+def _check_group(group: tuple[Patch, ...]) -> None:
+    for patch in group:
         if not is_installed(patch):
             raise Refusal(f"the patch of SGLang's {patch.target} did not take; see the log above")
 

@@ -23,5 +23,10 @@ class RaggedCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.device is None:
             server_args.device = "cpu"
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Recurrent layers keep SGLang's default prefix strategy, which overlap and pages of more
+        than one token need: the states it copies are written in torch (``gdn``)."""
+        return True
+
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -65,6 +65,11 @@ def test_claims_no_capability(platform):
     assert platform.get_dispatch_key_name() == "native"
 
 
+def test_recurrent_layers_keep_the_default_prefix_strategy(platform):
+    """Without it SGLang falls back to pages of one token and no overlap."""
+    assert platform.support_mamba_cache_extra_buffer()
+
+
 def test_names_a_backend_that_needs_no_kernels(platform):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
