@@ -21,12 +21,13 @@ def _register() -> None:
     from engine_patches import cpu_platform, serving
     from engine_patches import register as patch_register
     from engine_patches.backend_name import BACKEND
-    from engine_patches.cpu_platform.gdn import hooks
 
     if not _is_child():
         serving.hand_down(None)  # the user's environment has no say: only the flags do
     request = serving.inherited()
     if _is_child() and cpu_platform.activate() is not None:
+        from engine_patches.cpu_platform.gdn import hooks
+
         hooks.install()
     patch_register.install_cli()
     _offer_backend(BACKEND)

@@ -436,7 +436,7 @@ def _completion(answer: dict[str, Any]) -> Completion:
     return Completion(
         output_ids=answer["output_ids"],
         logprobs=_values(meta.get("output_token_logprobs")),
-        text=answer.get("text", ""),
+        text=answer.get("text", ""),  # none with --skip-tokenizer-init
         prompt_tokens=meta.get("prompt_tokens", 0),  # not told if aborted while it waited
         cached_tokens=meta.get("cached_tokens", 0),
         finish_reason=meta["finish_reason"],

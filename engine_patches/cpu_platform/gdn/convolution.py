@@ -45,9 +45,9 @@ def causal_conv1d_fn(
     """
     starts = query_start_loc.tolist()
     slots = range(len(starts) - 1) if cache_indices is None else cache_indices.tolist()
-    fresh = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
+    resumed = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
     out = x.new_zeros(x.shape[1], x.shape[0])
-    for slot, begin, end, continued in zip(slots, starts, starts[1:], fresh, strict=False):
+    for slot, begin, end, continued in zip(slots, starts, starts[1:], resumed, strict=False):
         if slot == pad_slot_id or begin == end:
             continue
         state = conv_states[slot] if continued else torch.zeros_like(conv_states[slot])

@@ -50,8 +50,7 @@ def fused_gate_sigmoid_mul(
     hidden_states: torch.Tensor, gate_weight: torch.Tensor, shared_output: torch.Tensor
 ) -> torch.Tensor:
     """The shared expert's output [T, D] times its gate, the sigmoid of hidden_states . weight."""
-    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
-    return (gate * shared_output.float()).to(shared_output.dtype)
+    return _gated(hidden_states, gate_weight, shared_output).to(shared_output.dtype)
 
 
 def fused_gate_sigmoid_mul_add(
@@ -61,5 +60,10 @@ def fused_gate_sigmoid_mul_add(
     final_hidden_states: torch.Tensor,
 ) -> None:
     """As ``fused_gate_sigmoid_mul``, added to ``final_hidden_states`` [T, D] in place."""
-    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
-    final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+    added = final_hidden_states.float() + _gated(hidden_states, gate_weight, shared_output)
+    final_hidden_states.copy_(added)
+
+
+def _gated(hidden: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, D]: rounded by the caller, once."""
+    return (hidden.float() @ weight.float()).sigmoid()[:, None] * shared.float()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine_patches import cpu_platform, plugin, register, serving
-from engine_patches.cpu_platform.gdn import hooks
+from engine_patches.cpu_platform.gdn import convolution, delta_rule, hooks
 
 INSTALLED = """
 import torch
@@ -32,6 +32,13 @@ print(torch.ones(1, dtype=torch.bool).pin_memory().tolist(), torch.get_device_mo
 def test_targets_are_those_of_this_sglang(patch):
     register.check_target(patch)
     assert patch.why and patch.how and patch.until
+
+
+def test_constants_are_those_of_this_sglang():
+    from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
+    from sglang.kernels.ops.mamba.causal_conv1d_triton import PAD_SLOT_ID
+
+    assert (delta_rule.CHUNK, convolution.PAD_SLOT_ID) == (CHUNK_SIZE, PAD_SLOT_ID)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadtest.servers import Server
 from tests.engine_patches.gdn import models
+from tests.harness.server import Server
 
 TOLERANCE = 1e-4  # nats
 FLAGS = (
