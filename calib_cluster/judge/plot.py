@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvpolicy.bootstrap import paired_interval
 
 DPI = 130
 PANEL = (2.9, 2.5)  # inches
+CHARACTERS = 11  # of the title, an inch
 OURS = ("#0b6e4f", "#5b5bd6", "#c8553d", "#b8860b")
 """Colours of our policies, in their order."""
 PEERS = {
@@ -51,7 +53,7 @@ def draw(result: Result) -> Figure:
     columns = max(len(answers), len(TEXT_PANELS) if any(row[2] for row in rows) else 0)
     size = (PANEL[0] * columns + 0.4, PANEL[1] * len(rows) + 1.5)
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(_title(result), fontsize=12)
+    figure.suptitle(textwrap.fill(_title(result), int(CHARACTERS * size[0])), fontsize=12)
     grid = figure.subplots(len(rows), columns, squeeze=False)
     for axes_row, (length, protocol, is_text) in zip(grid, rows, strict=True):
         cells = [c for c in result.cells if (c.length, c.protocol) == (length, protocol)]
