@@ -25,19 +25,19 @@ from engine_patches.host_pages import HostPages
 from engine_patches.kernels.choice import reads_table
 from engine_patches.metrics import Metrics
 from engine_patches.plan import DecodePlan, ExtendPlan, Planner
+from engine_patches.pool import leaf_pool
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.residents import Resident, Residents
+from engine_patches.snapshots import server_grid
 from engine_patches.startup import startup_table
 from kvpolicy.residency import ceil_div, frozen_pages, peak_length, peak_pages
 from kvpolicy.retention import retention_units
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    from engine_patches.pool import RaggedKVPool
-
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,11 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
     ``tree_cache`` the prefix tree, known from the first batch on.
     """
 
-    def __init__(self, size, page_size, dtype, device, kvcache: RaggedKVPool, need_sort) -> None:
+    def __init__(self, size, page_size, dtype, device, kvcache: KVCache, need_sort) -> None:
         served = serving.require()
-        self.ledger = kvcache.ledger
+        pool = leaf_pool(kvcache)
+        self.ledger = pool.ledger
+        self.snapshots = server_grid(page_size) if served.geometry.recurrent_layers else None
         self.counters = Counters()
         self.tree_cache: BasePrefixCache | None = None
         self.residents = Residents(self.ledger, page_size, cache=True, reclaim=self.reclaim)
@@ -59,7 +61,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         self.planner = Planner(self.residents)
         if served.retention is not None:
             _, layers, heads = retention_units(served.policy)
-            served.freezer = Freezer(served.retention, layers, heads, kvcache.keys, kvcache.values)
+            served.freezer = Freezer(served.retention, layers, heads, pool.keys, pool.values)
         self.served = served
         self._considered: Freeze | None = None
         self._fresh_pages: list[int] = []
@@ -232,6 +234,9 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
                 raise RuntimeError(f"{req.rid}: {resident.length} tokens resident, not {start}")
             need = ceil_div(start + count, self.page_size) - ceil_div(start, self.page_size)
             pages = list(islice(fresh, need))
+            if self.snapshots is not None:
+                branch = req.mamba_branching_seqlen
+                resident.stop = self.snapshots.of_chunk(start, start + count, branch)
             growth.append((resident, pages, start + count))
         self.residents.prepare([(r, len(pages), length) for r, pages, length in growth])
         history = []
@@ -287,6 +292,8 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         for i, resident in enumerate(residents):
             self._note_kept(resident)
             self.residents.decode(resident, fresh[i])
+            if self.snapshots is not None and self.snapshots.of_decode(resident.length):
+                self.residents.track(resident)
         self.counters.decode_batches += 1
         self.metrics.publish(idle=False)
         if reads_table(self.served.kernel):
@@ -341,9 +348,9 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             return Wish(self.served.request.budget)
 
     def hit_limit(self, req: Req | None) -> int | None:
-        """Most pages of a prefix hit that the request may use; None for all of them."""
+        """Most tokens of a prefix hit that the request may use; None for all of them."""
         freeze = None if req is None else self.freeze_of(req)
-        return None if freeze is None else freeze.hit_limit // self.page_size
+        return None if freeze is None else freeze.hit_limit // self.page_size * self.page_size
 
     def report_of(self, req: Req) -> FreezeReport:
         """What the request's answer says about its prompt."""
@@ -354,18 +361,22 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             return FreezeReport(prompt, reason="no budget")
         return FreezeReport(prompt, wish.budget.of(prompt), reason="the prompt fits its budget")
 
-    def note_hit(self, req: Req | None, found: int, valid: int) -> None:
-        """Count a prefix match of ``found`` pages of which ``valid`` are usable.
+    def note_hit(self, req: Req | None, found: MatchResult, valid: int) -> None:
+        """Count a prefix match, of which ``valid`` tokens are usable.
 
-        Side effect: a shortened hit is remembered on the request, so that its prefill leaves the
-        window of that branch point behind for the next one.
+        Side effect: the request remembers where more was cached than it can use, so that its
+        prefill leaves the windows of that branch point behind for the next one. With recurrent
+        layers SGLang names that point, and leaves a snapshot of their state there too.
         """
-        self.counters.prefix_hits += 1
-        if valid < found:
+        length = found.device_prefix_len
+        if length:
+            self.counters.prefix_hits += 1
+        if valid < length:
             self.counters.prefix_hits_shortened += 1
-            self.counters.hit_tokens_given_up += (found - valid) * self.page_size
+            self.counters.hit_tokens_given_up += length - valid
         if req is not None:
-            req.raggedkv_branch = found * self.page_size if valid < found else 0
+            shortened = length if valid < length else 0
+            req.raggedkv_branch = found.mamba_branching_seqlen or shortened
 
     def follow_tree(self, req: Req, row: torch.Tensor) -> None:
         """The prefix tree now owns ``row`` [tokens] of the request's slots; move pages there."""

@@ -13,7 +13,7 @@ from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.kernels.base import Kernel
 from engine_patches.kernels.choice import REFERENCE, TRITON, check_model, reads_table
-from engine_patches.pool import RaggedKVPool
+from engine_patches.pool import RaggedKVPool, leaf_pool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -35,7 +35,9 @@ class RaggedAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
-        pool = model_runner.token_to_kv_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool  # read by the backend of a hybrid
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        pool = leaf_pool(self.token_to_kv_pool)
         if not isinstance(pool, RaggedKVPool):
             raise RuntimeError(
                 f"--attention-backend {BACKEND} needs --kv-policy (pool: {type(pool)})"

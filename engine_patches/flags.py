@@ -14,7 +14,8 @@ from engine_patches.backend_name import BACKEND
 from engine_patches.budget import Budget
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.kernels.choice import KERNELS, choose_kernel, replays
-from engine_patches.refusals import check_flags, check_geometry
+from engine_patches.recurrent import check_launch
+from engine_patches.refusals import check_flags
 from kvpolicy.errors import KvPolicyError, PolicyError
 from kvpolicy.plan import parse_bytes
 from kvpolicy.select import check_budget
@@ -100,7 +101,9 @@ def take_flags(args: argparse.Namespace) -> None:
     try:
         request = serving.settle(_request(args))
         check_flags(args)
-        check_geometry(serving.start(request).geometry)
+        geometry = serving.start(request).geometry
+        if geometry.recurrent_layers:
+            check_launch(args, geometry, request.model)
         register.install_engine()
     except Refusal as refusal:
         exit_refused(refusal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache, MHATokenToKVPool
 
 from engine_patches import serving
 from engine_patches.errors import Refusal, exit_refused
@@ -53,7 +53,7 @@ class RaggedKVPool(MHATokenToKVPool):
         layers = served.geometry.attention_layers
         heads, dims = {x.num_kv_heads for x in layers}, {(x.head_dim, x.v_head_dim) for x in layers}
         expected = ({self.head_num}, {(self.head_dim, self.v_head_dim)})
-        if (heads, dims) != expected or self.layer_num != len(served.geometry.layers):
+        if (heads, dims) != expected or self.layer_num != len(layers):
             raise Refusal(
                 f"SGLang built {self.layer_num} layers of {self.head_num} kv heads x "
                 f"{self.head_dim}/{self.v_head_dim}, the model's config says {len(layers)} of "
@@ -84,6 +84,11 @@ class RaggedKVPool(MHATokenToKVPool):
 
     get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _refuse
     get_contiguous_buf_infos = get_cpu_copy = load_cpu_copy = move_kv_cache = _refuse
+
+
+def leaf_pool(pool: KVCache) -> KVCache:
+    """The pool that holds keys and values: of a model with recurrent layers, the one inside."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
 
 
 def _heads_of_level(served: serving.Serving) -> dict[int, list[tuple[int, list[int], list[int]]]]:

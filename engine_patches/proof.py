@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from engine_patches.freezing import compact_held
@@ -42,6 +43,7 @@ def proof(served: Serving) -> dict[str, Any]:
             }
             for level in served.levels
         ],
+        "recurrent": None if served.states is None else asdict(served.states),
         "requests": len(allocator.residents.running),
         "frozen": frozen(served),
         "bytes_saved": saved_bytes(served),

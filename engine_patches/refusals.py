@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine_patches import recurrent
 from engine_patches.backend_name import BACKEND
 from engine_patches.errors import Refusal
 from engine_patches.serving import PAGE_SIZE, Serving
@@ -96,19 +97,6 @@ def check_flags(args: Namespace) -> None:
             raise Refusal(f"{given} does not work with --kv-policy; {rule.remedy}")
 
 
-def check_geometry(geometry: ModelGeometry) -> None:
-    """Refuse models that a policy can be made for but this engine does not serve yet.
-
-    Raises:
-        Refusal: naming the property.
-    """
-    if len(geometry.attention_layers) != len(geometry.layers):
-        raise Refusal(
-            f"{geometry.architecture} has recurrent layers: hybrids are not supported yet; "
-            "serve it without --kv-policy"
-        )
-
-
 def check_arena(served: Serving) -> None:
     """Refuse an arena that cannot hold a page of every kv head beside the write sink.
 
@@ -126,11 +114,12 @@ def check_arena(served: Serving) -> None:
         )
 
 
-def check_configurator(configurator) -> None:
+def check_configurator(configurator, geometry: ModelGeometry) -> None:
     """Refuse models whose cache SGLang would not build as plain per-head K and V.
 
     Args:
         configurator: SGLang's KVCacheConfigurator.
+        geometry: the served model's.
 
     Raises:
         Refusal: naming the property.
@@ -139,7 +128,9 @@ def check_configurator(configurator) -> None:
     if configurator.use_mla_backend:
         raise Refusal("this model has latent attention (MLA): there are no KV heads to keep apart")
     if configurator.mambaish_config is not None:
-        raise Refusal("this model has recurrent layers: hybrids are not supported yet")
+        if not geometry.recurrent_layers:
+            raise Refusal("SGLang keeps a recurrent state that config.json does not tell of")
+        recurrent.check_configurator(configurator, geometry)
     if configurator.is_hybrid_swa:
         raise Refusal(
             "SGLang would split this model's cache by sliding window; "

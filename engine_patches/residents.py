@@ -28,9 +28,11 @@ class Resident:
     Fields: ``pages`` are its logical pages in order; ``length`` its allocated tokens; ``first[k]``
     the first window page held on level k; ``hit_pages`` how many leading pages came from the
     prefix cache; ``checkpoints`` the lengths at which a later request may hit, in tokens;
-    ``branch`` a length at which an earlier hit had to be shortened (0: none); ``target`` the
-    length that admission reserved for; ``slot`` its row of SGLang's request table, where decode
-    reads that; ``freeze`` what happens at the end of its prompt, if any.
+    ``branch`` a length at which an earlier hit had to be shortened (0: none); ``stop`` the length
+    within the newest chunk at which a later request may hit (None: its end, 0: nowhere);
+    ``tracked`` such lengths among the decoded tokens, the newest two; ``target`` the length that
+    admission reserved for; ``slot`` its row of SGLang's request table, where decode reads that;
+    ``freeze`` what happens at the end of its prompt, if any.
     """
 
     pages: list[int]
@@ -39,6 +41,8 @@ class Resident:
     hit_pages: int = 0
     checkpoints: list[int] = field(default_factory=list)
     branch: int = 0
+    stop: int | None = None
+    tracked: list[int] = field(default_factory=list)
     target: int = 0
     slot: int = -1
     freeze: Freeze | None = None
@@ -152,6 +156,7 @@ class Residents:
                 kept = sum(self._worth_keeping(k, resident, i) for i in gone)
                 must += units * max(0, len(slide.needed) - len(gone))
                 wish += units * max(0, len(slide.needed) - len(gone) + kept)
+                wish += units * len(slide.branch)
             compact = freezing.compact_pages(self, resident, length)
             must, wish = must + compact, wish + compact
         if wish > self.ledger.free:
@@ -181,8 +186,9 @@ class Residents:
             resident.first[k] = max(resident.first[k], self._window_first(k, length))
         resident.length = length
         freezing.take_compact(self, resident)
-        if self.cache:
-            resident.checkpoints.append(length)
+        stop = length if resident.stop is None else resident.stop
+        if self.cache and stop:
+            resident.checkpoints.append(stop)
 
     def decode(self, resident: Resident, new_page: int | None) -> None:
         """Grow by one token; ``new_page`` is its logical page if it starts one.
@@ -203,6 +209,30 @@ class Residents:
             k = slide.level
             self._bind(k, self.ids(resident, slide.needed))
             resident.first[k] = max(resident.first[k], self._window_first(k, length))
+
+    def track(self, resident: Resident) -> None:
+        """A later request may hit at the request's present length, once it ended.
+
+        Side effect: of these lengths the newest two count (SGLang keeps two states, either of
+        which may be the last whose tokens are known); what only an older one needed is freed.
+        """
+        if not self.cache or resident.freeze is not None:
+            return
+        resident.tracked.append(resident.length)
+        if len(resident.tracked) <= 2:
+            return
+        outdated = resident.tracked.pop(0) // self.page_size
+        shared = max([resident.hit_pages * self.page_size, *resident.checkpoints])
+        own = -(-shared // self.page_size)  # pages before are the prefix tree's
+        for k in self._all_levels:
+            first = max(own, self._window_first(k, outdated * self.page_size))
+            mine = [
+                i
+                for i in range(first, outdated)
+                if not self._holds(resident, k, i) and not self._worth_keeping(k, resident, i)
+            ]
+            cached = [g for g in self.ids(resident, mine) if self.ledger.live[k, g]]
+            self.ledger.release_pages(k, cached)
 
     def release(self, resident: Resident) -> None:
         """End a request: nothing is held any more. Pages still in the prefix tree stay cached."""
@@ -350,12 +380,12 @@ class Residents:
         sinks, first = self._sinks[k], self._window_first(k, length)
         dying = range(max(resident.first[k], sinks), min(old, first))
         needed = [i for i in range(old, count) if i < sinks or i >= first]
-        branch: list[int] = []
-        at = resident.branch
-        if self.cache and not self.levels[k].is_full and old * self.page_size < at <= length:
-            start = max(old, self._window_first(k, at))
-            branch = [i for i in range(start, at // self.page_size) if sinks <= i < first]
-        return Slide(k, list(dying), needed, branch)
+        branch: set[int] = set()
+        for at in (resident.branch, resident.stop or 0):
+            if self.cache and not self.levels[k].is_full and old * self.page_size < at <= length:
+                start = max(old, self._window_first(k, at))
+                branch.update(i for i in range(start, at // self.page_size) if sinks <= i < first)
+        return Slide(k, list(dying), needed, sorted(branch))
 
     def _last_holder(self, k: int, resident: Resident, index: int) -> bool:
         return self.ledger.hold[k, resident.pages[index]] == 1
@@ -421,10 +451,8 @@ class Residents:
         if index < resident.hit_pages:
             return True
         size = self.page_size
-        return any(
-            self._window_first(k, c) <= index < -(-c // size)
-            for c in (*resident.checkpoints, resident.branch)
-        )
+        stops = (*resident.checkpoints, *resident.tracked, resident.branch, resident.stop or 0)
+        return any(self._window_first(k, c) <= index < -(-c // size) for c in stops)
 
     def _holds(self, resident: Resident, k: int, index: int) -> bool:
         return index < self._sinks[k] or index >= resident.first[k]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine_patches.frozen_store import FrozenStore
     from engine_patches.plan import DecodePlan, ExtendPlan
     from engine_patches.pool import RaggedKVPool
+    from engine_patches.recurrent import StateSlots
     from kvpolicy.retention import DeviceTables
 
 REQUEST_VARIABLE = "RAGGEDKV_SERVE"
@@ -91,6 +92,7 @@ class Serving:
         self.pool: RaggedKVPool | None = None
         self.allocator: RaggedAllocator | None = None
         self.arena_bytes: int | None = request.arena_bytes
+        self.states: StateSlots | None = None  # of a model with recurrent layers
         self.freezer: Freezer | None = None
         self.frozen_store: FrozenStore | None = None  # where decode reads the page table
         self.kernel = request.kernel  # what attends; a kernel may fall back to another

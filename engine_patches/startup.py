@@ -28,11 +28,12 @@ def startup_table(served: Serving, logical_tokens: int) -> str:
         Lines for the log. The predictions are ``kvpolicy``'s formulas for requests of that many
         tokens in all; the dense cache is stock SGLang's with the same bytes.
     """
-    arena = served.arena_bytes or 0
     contexts = _contexts(served.geometry.max_context)
     table = Table(title=_title(served), title_justify="left")
     table.add_column("tokens a request", justify="right")
     names = ["dense MiB", "policy MiB", "dense requests", "policy requests"]
+    if served.states is not None:
+        names.insert(2, "state MiB")
     budget = served.request.budget
     if budget is not None:
         names += ["frozen MiB", "frozen requests"]
@@ -42,19 +43,42 @@ def startup_table(served: Serving, logical_tokens: int) -> str:
     for context in contexts:
         was = peak_bytes(dense, served.geometry, context, PAGE_SIZE)
         now = peak_bytes(served.levels, served.geometry, context, PAGE_SIZE)
-        cells = [f"{was / MIB:.1f}", f"{now / MIB:.1f}", str(arena // was), str(arena // now)]
+        cells = [f"{was / MIB:.1f}", f"{now / MIB:.1f}"]
+        if served.states is not None:
+            cells.append(f"{served.states.request_bytes / MIB:.1f}")
+        cells += [_requests(served, was), _requests(served, now)]
         if budget is not None:
             kept = min(now, _frozen_bytes(served, context) or now)
-            cells += [f"{kept / MIB:.1f}", str(arena // kept)]
+            cells += [f"{kept / MIB:.1f}", _requests(served, kept)]
         table.add_row(str(context), *cells)
     lines = [
         _render(table),
         _point_line(served),
         _levels_line(served),
         *_freeze_lines(served),
+        *_state_lines(served),
         _capacity_line(served, logical_tokens),
     ]
     return "\n".join(lines)
+
+
+def _requests(served: Serving, request_bytes: int) -> str:
+    """How many requests of so many bytes of K and V run at once."""
+    count = (served.arena_bytes or 0) // request_bytes
+    return str(count if served.states is None else min(count, served.states.max_requests))
+
+
+def _state_lines(served: Serving) -> list[str]:
+    """What recurrent layers take beside the arena, where the model has any."""
+    states = served.states
+    if states is None:
+        return []
+    layers = len(served.geometry.recurrent_layers)
+    return [
+        f"recurrent state: {states.slot_bytes / MIB:.2f} MiB for {layers} layers at any length; "
+        f"{states.slots} states ({states.slots * states.slot_bytes / MIB:.1f} MiB, beside the "
+        f"arena), {states.per_request} for a running request, so {states.max_requests} at once"
+    ]
 
 
 def _title(served: Serving) -> str:

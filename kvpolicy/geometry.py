@@ -108,6 +108,11 @@ class ModelGeometry(
         return tuple(layer for layer in self.layers if layer.is_attention)
 
     @cached_property
+    def recurrent_layers(self) -> tuple[LayerGeometry, ...]:
+        """Layers with a state of fixed size, in execution order."""
+        return tuple(layer for layer in self.layers if not layer.is_attention)
+
+    @cached_property
     def _first_units(self) -> tuple[int, ...]:
         starts = [0]
         for layer in self.attention_layers:

@@ -5,6 +5,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from engine_patches import serving
 from engine_patches.errors import Refusal, exit_refused
 from engine_patches.patches.patch import Patch
+from engine_patches.recurrent import state_slots
 from engine_patches.refusals import check_arena, check_configurator
 from engine_patches.sizing import arena_within, logical_tokens
 
@@ -23,8 +24,9 @@ def _config(configurator, served, budget_bytes, cap_tokens):
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
     from sglang.srt.runtime_context import get_schedule
 
-    check_configurator(configurator)
+    check_configurator(configurator, served.geometry)
     served.use_kv_dtype(configurator.kv_cache_dtype.itemsize)
+    served.states = state_slots(configurator)
     room = arena_within(budget_bytes, served, serving.PAGE_SIZE)
     asked = served.request.arena_bytes
     if asked is not None and asked > room:

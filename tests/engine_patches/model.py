@@ -257,11 +257,15 @@ class Engine:
         slots = slots_of([n.page for n in path], self.size)
         pages = self.allocator.tree_pages(req, array("q", req.tokens[:count]), lambda: slots)
         assert pages == [n.page for n in path], "the host takes other pages for the path's"
-        path = path[: self.allocator.hit_limit(req)]
+        limit = self.allocator.hit_limit(req)
+        path = path if limit is None else path[: limit // self.size]
         valid = 0
         if path:
             valid = longest_valid_hit(self.ledger, [n.page for n in path], self.size)
-            self.allocator.note_hit(req, len(path), valid)
+            found = SimpleNamespace(
+                device_prefix_len=len(path) * self.size, mamba_branching_seqlen=None
+            )
+            self.allocator.note_hit(req, found, valid * self.size)
         self.tree.lock(req, path[:valid])
         req.hit, req.computed = [n.page for n in path[:valid]], valid * self.size
         req.prefix_len = req.computed

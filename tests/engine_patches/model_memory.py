@@ -293,6 +293,7 @@ class Allocator(RaggedAllocator):
         )
         self.counters = Counters()
         self.metrics = SimpleNamespace(publish=lambda **_: None)
+        self.snapshots = None  # no recurrent layers
         self.tree_cache = tree
         self.residents = Residents(self.ledger, setup.page_size, setup.cache, self.reclaim)
         self.residents.freezes = setup.freezes

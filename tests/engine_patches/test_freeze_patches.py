@@ -6,6 +6,7 @@ from array import array
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -257,30 +258,41 @@ class Key(list):
         self.token_ids = token_ids
 
 
+EVERY = (0, 1, 2, 3, 4, 5, 6)
+
+
 @pytest.mark.parametrize(
-    ("limit", "dead", "hit", "counted"),
+    ("limit", "dead", "states", "hit", "counted"),
     [
-        (None, [], 6, (6, 6)),
-        (9, [], 6, (6, 6)),
-        (4, [], 4, (4, 4)),
-        (4, [2], 2, (4, 2)),
-        (0, [], 0, (0, 0)),
+        (None, [], EVERY, 6, (6, 6)),
+        (9, [], EVERY, 6, (6, 6)),
+        (4, [], EVERY, 4, (4, 4)),
+        (4, [2], EVERY, 2, (4, 2)),
+        (0, [], EVERY, 0, (0, 0)),
+        (None, [], (0, 3, 5), 5, (5, 5)),
+        (4, [], (0, 3, 5), 3, (3, 3)),
+        (None, [4], (0, 3, 5), 3, (5, 3)),
+        (None, [1], (0, 3, 5), 0, (5, 0)),  # valid up to a page that no state was kept for
     ],
 )
-def test_a_hit_leaves_the_observed_tokens_to_be_computed(serve, limit, dead, hit, counted):
+def test_a_hit_leaves_the_observed_tokens_to_be_computed(serve, limit, dead, states, hit, counted):
+    """``states``: pages after which the tree has a recurrent state, as SGLang's matches end there.
+
+    Only the last match may hand a state to the request.
+    """
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     size, path = 4, [5, 3, 8, 1, 2, 7]
     ledger = PageLedger([Level(0, FULL, 0, (0,))], 20, 20)
     ledger.bind(0, [page for i, page in enumerate(path) if i not in dead])
     host = HostPages(size, 20, False, Counters(), compare=True)
-    notes = []
+    notes, handed = [], []
     allocator = SimpleNamespace(
         ledger=ledger,
         page_size=size,
         tree_pages=lambda key, tokens, slots: host.pages((), array("q", tokens), slots),
-        hit_limit=lambda req: limit,
-        note_hit=lambda req, found, valid: notes.append((found, valid)),
+        hit_limit=lambda req: None if limit is None else limit * size,
+        note_hit=lambda req, found, valid: notes.append((found.device_prefix_len, valid)),
     )
     serve(allocator=allocator)
     slots = torch.tensor([page * size + i for page in path for i in range(size)])
@@ -288,17 +300,24 @@ def test_a_hit_leaves_the_observed_tokens_to_be_computed(serve, limit, dead, hit
         root_node_handle=lambda extra: "root",
         tree_core=SimpleNamespace(collect_full_device_indices=lambda node, root: slots),
     )
-    matched = []
 
     def original(self, params):
-        matched.append(len(params.key))
-        return SimpleNamespace(device_prefix_len=len(params.key), last_device_node="node")
+        length = size * max(x for x in states if x * size <= len(params.key))
+        if params.cow_mamba and length:
+            handed.append(length)
+        return Match(length, "node", 6 * size if length < 6 * size else None)
 
-    params = MatchPrefixParams(key=Key(list(range(24))), req="req")
+    params = MatchPrefixParams(key=Key(list(range(24))), cow_mamba=True, req="req")
     result = prefix_match.match_prefix(original, tree, params)
     assert result.device_prefix_len == hit * size
-    assert matched == [24] + ([hit * size] if hit < 6 else [])
-    assert notes == [counted]
+    assert notes == [(counted[0] * size, counted[1] * size)]
+    assert handed == ([hit * size] if hit else [])
+
+
+class Match(NamedTuple):
+    device_prefix_len: int
+    last_device_node: str
+    mamba_branching_seqlen: int | None
 
 
 # -- a freeze is planned -----------------------------------------------------------------------

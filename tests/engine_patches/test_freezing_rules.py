@@ -255,9 +255,9 @@ def pins_after(first: dict, second: dict, answer: int) -> tuple[int, int]:
     one = start(engine, 40, answer, first)
     engine.ask(0, 0, 40, 1, answer, second)
     two, adder = engine.waiting[0], Adder(engine)
-    two.hit = [node.page for node in engine.tree.match(two.tokens)][
-        : engine.allocator.hit_limit(two)
-    ]
+    limit = engine.allocator.hit_limit(two)
+    pages = None if limit is None else limit // engine.size
+    two.hit = [node.page for node in engine.tree.match(two.tokens)][:pages]
     assert len(two.hit) >= 9
     promised = adder.shortage(two) + engine.ledger.capacity
     two.hit = []
