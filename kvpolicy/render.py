@@ -199,6 +199,8 @@ def plan_view(plan: Plan, geom: ModelGeometry) -> Group:
         f"recurrent state: {human_bytes(plan.state_bytes_per_request)} per request, "
         "charged to the KV budget in every column"
     )
+    if plan.state_bytes_per_request:
+        head += "; SGLang keeps more of them for snapshots, as its start-up table says"
     title = f"at {plan.context} tokens a request, page {plan.page_size}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -230,6 +232,9 @@ def _plan_rows(columns: Sequence[Prediction], plan: Plan) -> list[list[str]]:
         cells = [text(getattr(column, field)) for column in columns]
         ratio = _ratio(getattr(plan.policy, field), getattr(plan.dense, field))
         rows.append([label, *cells, ratio])
+    if plan.state_bytes_per_request:
+        state = human_bytes(plan.state_bytes_per_request)
+        rows.insert(1, ["recurrent state per request", *([state] * len(columns)), "1.000"])
     for label, field in shares:
         rows.append([label, *(f"{getattr(column, field):.2%}" for column in columns), ""])
     return rows
