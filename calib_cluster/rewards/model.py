@@ -12,8 +12,9 @@ import torch
 from calib_cluster.attention import HeadInputs
 from calib_cluster.capture import VOCAB_ROWS, LayerArguments, SteppedModel, _attention_task
 from calib_cluster.errors import CalibrationError
-from calib_cluster.rewards.attention import History, attend_continuation
+from calib_cluster.rewards.attention import History, Visible, attend_continuation
 from calib_cluster.rewards.copies import Copied, CopyScores
+from calib_cluster.rewards.recurrent import RecurrentLayer, State
 from calib_cluster.rewards.sharing import branches, set_keys
 from calib_cluster.rewards.units import FreezingUnits
 from kvpolicy.geometry import ModelGeometry
@@ -42,7 +43,7 @@ class Prefill:
     nll_sum: torch.Tensor
     nll_count: int
     losses: torch.Tensor
-    history: dict[int, History]
+    history: dict[int, History | State]
     outputs: torch.Tensor
     squares: torch.Tensor | None = None
 
@@ -68,7 +69,7 @@ class RewardModel(SteppedModel):
     Attributes: ``units``, the units that freeze.
 
     Raises:
-        CalibrationError: as SteppedModel, or recurrent layers, or nothing that could freeze.
+        CalibrationError: as SteppedModel, or nothing that could freeze.
     """
 
     def __init__(self, model_dir: str | Path, geometry: ModelGeometry, device: str = "cpu") -> None:
@@ -102,6 +103,11 @@ class RewardModel(SteppedModel):
         ids = [*prompt, *continuation]
         hidden, history, masses, norms, squares = self.embed(ids[:-1]), {}, [], [], []
         for layer in self.geometry.layers:
+            if not layer.is_attention:
+                hidden, history[layer.layer_id] = self._recurrent(layer.layer_id).prefill(
+                    hidden, length, self._arguments[len(ids) - 1].of_layer[layer.layer_id]
+                )
+                continue
             seen: list[HeadInputs] = []
             hidden = self._watched(layer.layer_id, hidden, seen)
             kept = History.of(seen[0], length, layer.native_window)
@@ -133,6 +139,9 @@ class RewardModel(SteppedModel):
         copied = Copied(prompt, continuation, scored)
         hidden, found = self.embed([*prompt, *continuation][:-1]), []
         for layer in self.geometry.layers:
+            if not layer.is_attention:
+                hidden = self._call(layer.layer_id, hidden)
+                continue
             seen: list[HeadInputs] = []
             hidden = self._watched(layer.layer_id, hidden, seen)
             if layer.layer_id in self.units.slices:
@@ -220,15 +229,22 @@ class RewardModel(SteppedModel):
         arguments: dict[int, LayerArguments] = {}
         hidden, arguments[1] = self._embed_rows(prefill, 1)
         for layer in range(len(self.layers)):
-            visible = prefill.history[layer].whole(count)
             if layer in ahead:
                 branch, rows = ahead[layer], len(ahead[layer].draws)
                 hidden = hidden.unflatten(1, (-1, count))[:, branch.parents].flatten(1, 2)
-                chosen = positions[branch.draws][:, self.units.slices[layer]]
-                visible = prefill.history[layer].frozen(chosen, count)
             if rows not in arguments:
                 arguments[rows] = self._embed_rows(prefill, rows)[1]
-            hidden = self._continue(layer, hidden, arguments[rows], visible)
+            given, before = arguments[rows].of_layer[layer], prefill.history[layer]
+            if isinstance(before, State):
+                each = hidden[0].unflatten(0, (rows, count))
+                each = self._recurrent(layer).resume(each, before, given)
+                hidden = each.flatten(0, 1)[None]
+                continue
+            visible = before.whole(count)
+            if layer in ahead:
+                chosen = positions[branch.draws][:, self.units.slices[layer]]
+                visible = before.frozen(chosen, count)
+            hidden = self._continue(layer, hidden, given, visible)
         return hidden[0].unflatten(0, (-1, count)), torch.from_numpy(last).to(hidden.device)
 
     def _embed_rows(self, prefill: Prefill, rows: int) -> tuple[torch.Tensor, LayerArguments]:
@@ -253,7 +269,10 @@ class RewardModel(SteppedModel):
             )
         return first[0], LayerArguments(tuple(recorded))
 
-    def _continue(self, layer, hidden, arguments: LayerArguments, visible) -> torch.Tensor:
+    def _recurrent(self, layer: int) -> RecurrentLayer:
+        return RecurrentLayer(self.layers[layer], layer, self.model.config.get_text_config())
+
+    def _continue(self, layer: int, hidden, arguments: dict, visible: Visible) -> torch.Tensor:
         called: list[torch.nn.Module] = []
 
         def task(module, inputs: HeadInputs) -> torch.Tensor:
@@ -261,7 +280,7 @@ class RewardModel(SteppedModel):
             return attend_continuation(inputs, visible)
 
         with _attention_task(task):
-            output = self.layers[layer](hidden, **arguments.of_layer[layer])
+            output = self.layers[layer](hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         return self._checked(layer, called, output)
 

@@ -30,14 +30,9 @@ class FreezingUnits:
         """The units of ``geometry`` without any window policy.
 
         Raises:
-            CalibrationError: no global layer, or recurrent ones, whose state this cannot replay.
+            CalibrationError: no global layer.
         """
         kinds = {layer.kind for layer in geometry.layers}
-        if LayerKind.RECURRENT in kinds:
-            raise CalibrationError(
-                f"{geometry.architecture} has recurrent layers: rewards are measured on models "
-                "with attention layers only"
-            )
         if LayerKind.GLOBAL not in kinds:
             raise CalibrationError(
                 f"{geometry.architecture} has no global layer: nothing to freeze"

@@ -14,7 +14,7 @@ from kvpolicy.retention import RULES
 from tests.calib_cluster.rewards.frozen import LENGTH, padded, random_sets, text
 from tests.calib_cluster.tiny_models import NATIVE_WINDOW, save_tiny
 
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "phi3")
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "phi3", "qwen3_next", "qwen3_5")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,12 +111,6 @@ def test_rows_are_as_many_as_kept_sets_so_far(pair, rng, monkeypatch):
 def test_too_few_tokens_are_refused(pair, prompt, continuation):
     with pytest.raises(CalibrationError, match=f"found {prompt} and {continuation}"):
         pair("llama").model.prefill([1] * prompt, [1] * continuation)
-
-
-def test_models_with_recurrent_layers_are_refused(tmp_path):
-    folder = save_tiny("qwen3_5", tmp_path / "hybrid")
-    with pytest.raises(CalibrationError, match="has recurrent layers"):
-        RewardModel(folder, read_geometry(folder))
 
 
 def test_models_without_a_global_layer_are_refused(tmp_path):
