@@ -32,6 +32,12 @@ COMMANDS: dict[str, Command] = {
         "loadtest.capacity.max_context", "the longest prompt that completes and is understood"
     ),
     "quality": Command("loadtest.quality", "measure what a policy costs in quality"),
+    "train-hybrid": Command(
+        "loadtest.hybrid.command", "train a small model with recurrent layers, for the tests"
+    ),
+    "hybrid-recall": Command(
+        "loadtest.hybrid.recall", "what a policy leaves of that model's recall"
+    ),
     "calibration-cost": Command("loadtest.calibration_cost", "what SeqCalib costs and grows with"),
 }
 

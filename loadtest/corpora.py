@@ -27,7 +27,7 @@ CHARS_PER_TOKEN = 12  # generous: even code with long identifiers stays below it
 
 
 @lru_cache(maxsize=1)
-def _sources() -> tuple[str, ...]:
+def library_texts() -> tuple[str, ...]:
     """Texts of those ``FILES`` that this Python has (a few move between versions)."""
     library = Path(sysconfig.get_path("stdlib"))
     return tuple((library / f).read_text("utf-8") for f in FILES.split() if (library / f).is_file())
@@ -43,7 +43,7 @@ def _excerpt(tokenizer, length: int, rng: random.Random) -> list[int]:
     """Exactly ``length`` token ids, no <bos>, of text from one or more random files."""
     ids: list[int] = []
     while len(ids) < length:
-        text = rng.choice(_sources())
+        text = rng.choice(library_texts())
         start = rng.randrange(len(text))
         start = text.rfind("\n", 0, start) + 1  # at a line, as a reader would quote it
         piece = text[start : start + CHARS_PER_TOKEN * (length - len(ids))]
@@ -94,7 +94,7 @@ def questions(count: int, chars: int, seed: int = 0) -> list[str]:
     rng = random.Random(f"questions {seed}")
     messages = []
     for _ in range(count):
-        text = rng.choice(_sources())
+        text = rng.choice(library_texts())
         start = rng.randrange(len(text) - chars)
         quote = text[start : start + chars]
         messages.append(f"```python\n{quote}\n```\n{rng.choice(QUESTIONS)}")

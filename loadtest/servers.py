@@ -29,6 +29,7 @@ REQUEST_TIMEOUT = 600.0
 STOP_TIMEOUT = 10.0
 PAGE_SIZE = 16
 TOKENS = 16384  # KV of 0.6 to 0.8 GB on the demo models
+STATES = 160  # recurrent states, of a model that has some: a running request takes five
 _MEMORY_FLAGS = ("--kv-policy", "--kv-arena-bytes", "--max-total-tokens", "--mem-fraction-static")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a forked child must not load libraries
@@ -380,7 +381,7 @@ def _command(model_dir: Path, port: int, warmup: bool, flags: Sequence[str]) -> 
     """Defaults for a small shared CPU machine.
 
     Stock SGLang would fill 70% of the memory with KV (27 s for 14 GB), so without any flag that
-    sizes the cache it gets ``TOKENS``.
+    sizes the cache it gets ``TOKENS``; of recurrent states ``STATES``.
     """
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_dir)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
@@ -389,7 +390,16 @@ def _command(model_dir: Path, port: int, warmup: bool, flags: Sequence[str]) -> 
     command += ["--sleep-on-idle", "--load-snapshot-publish-interval", "1"]
     if not any(flag.split("=")[0] in _MEMORY_FLAGS for flag in flags):
         command += ["--max-total-tokens", str(TOKENS)]
+    if _is_recurrent(model_dir):
+        command += ["--max-mamba-cache-size", str(STATES)]
     return command + ([] if warmup else ["--skip-server-warmup"]) + list(flags)
+
+
+def _is_recurrent(model_dir: Path) -> bool:
+    try:
+        return '"linear_num_key_heads"' in (model_dir / "config.json").read_text()
+    except OSError:
+        return False  # SGLang says what is wrong with it
 
 
 def _quiet(threads: int) -> dict[str, str]:
@@ -397,6 +407,7 @@ def _quiet(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # as the model, of one with recurrent layers
         # /health would otherwise run a request of its own and wait a second for it.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }

@@ -26,7 +26,7 @@ COUNTS = {"texts": 2, "needles": 2}
 @pytest.fixture
 def texts(tmp_path) -> Path:
     """Source code of the standard library as held-out text."""
-    sources = list(corpora._sources())
+    sources = list(corpora.library_texts())
     random.Random(0).shuffle(sources)
     path = tmp_path / "code.jsonl"
     path.write_text("\n".join(json.dumps({"text": text[:20_000]}) for text in sources[:4]))

@@ -23,8 +23,7 @@ FLAGS = (
 def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     reference = models.save(request.param, folder)
-    env = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    with Server(folder, *FLAGS, env=env) as server:
+    with Server(folder, *FLAGS) as server:
         yield server, reference
 
 

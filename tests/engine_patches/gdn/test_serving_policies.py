@@ -28,7 +28,6 @@ FLAGS = (
     "--skip-tokenizer-init", "--dtype", "float32", "--max-running-requests", "8",
     "--chunked-prefill-size", str(CHUNK),
 )  # fmt: skip
-CONV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 RETRACT = {
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "23",
@@ -67,7 +66,7 @@ def case(request, tmp_path_factory) -> tuple:
     return (folder, *MODES[mode])
 
 
-def serve(case, server_factory, tmp_path_factory, *flags: str, env=CONV) -> FrozenServer:
+def serve(case, server_factory, tmp_path_factory, *flags: str, env=None) -> FrozenServer:
     model, make_policy, budget = case
     return frozen_server.start(
         server_factory, lambda _: None, tmp_path_factory.mktemp("policy"), model,
@@ -165,7 +164,7 @@ def test_exact_under_forced_retraction(case, server_factory, tmp_path_factory):
     room = int(2.6 * peak_bytes(make_policy(model).levels(), geometry, 600))
     served = serve(
         case, server_factory, tmp_path_factory, "--kv-arena-bytes", str(room),
-        "--max-mamba-cache-size", "24", env=CONV | RETRACT,
+        "--max-mamba-cache-size", "24", env=RETRACT,
     )  # fmt: skip
     lengths = np.random.default_rng(3).integers(30, 520, size=10)
     prompts = [prompt(40 + i, int(n)) for i, n in enumerate(lengths)]
@@ -193,9 +192,7 @@ def test_a_state_whose_windows_are_gone_is_no_hit(server_factory, tmp_path_facto
     policy = policies.mixed(model, sinks=4, sizes=(64, 100, 200))
     folder = policies.write(policy, tmp_path_factory.mktemp("policy"))
     flags = ("--kv-policy", str(folder), "--kv-arena-bytes", "600KB", *FLAGS)
-    server = server_factory(
-        model, *flags, "--max-mamba-cache-size", "64", env=CONV | frozen_server.POISON
-    )
+    server = server_factory(model, *flags, "--max-mamba-cache-size", "64", env=frozen_server.POISON)
     reference = MaskedReference(model, policy.windows, policy.sinks)
 
     def shortened() -> int:

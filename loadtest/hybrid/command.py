@@ -1,0 +1,98 @@
+"""``python -m loadtest train-hybrid``: train the small hybrid that the tests and examples use."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from loadtest.errors import UserError
+from loadtest.hybrid.train import STEPS, Progress
+
+LOG = "training.jsonl"
+SUMS = "SHA256SUMS"
+EVALUATED = (512, 1024, 2048)
+ITEMS = 12  # held-out samples of each task and length; a sample asks several times
+EVERY = 10  # steps between lines of the log
+SAVE_EVERY = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``train-hybrid``."""
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--threads", type=int, default=2)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, evaluate, write the folder by one rename. Raises UserError.
+
+    Side effects: ``DIR.partial`` with weights and log while it trains.
+    """
+    if args.out.exists():
+        raise UserError(f"--out {args.out} exists; remove it or name another folder")
+    if args.steps < 1 or args.threads < 1 or not 0 < args.rate < 1:
+        raise UserError("--steps and --threads must be 1 or more, --rate above 0 and below 1")
+    import torch
+
+    from loadtest.hybrid.model import make_model, make_tokenizer, save
+    from loadtest.hybrid.tasks import Tasks
+    from loadtest.hybrid.train import evaluate, plain, train
+
+    torch.set_num_threads(args.threads)
+    partial = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer, model = make_tokenizer(), make_model(args.seed)
+    with (partial / LOG).open("w", buffering=1) as log:
+
+        def write(line: dict) -> None:
+            log.write(json.dumps(line) + "\n")
+            print(json.dumps(line), file=sys.stderr, flush=True)
+
+        write(_settings(args, model))
+
+        def report(now: Progress) -> None:
+            if now.step % EVERY == 0 or now.step == args.steps:
+                write(plain(now))
+            if now.step % SAVE_EVERY == 0:
+                save(model, tokenizer, partial)
+
+        train(model, Tasks(tokenizer, args.seed), args.steps, args.rate, report)
+        save(model, tokenizer, partial)
+        for score in evaluate(model, Tasks(tokenizer, f"held out {args.seed}"), EVALUATED, ITEMS):
+            write({"held_out": plain(score)})
+    _write_sums(partial)
+    partial.rename(args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _settings(args: argparse.Namespace, model) -> dict:
+    import torch
+    import transformers
+
+    return {
+        "command": f"python -m loadtest train-hybrid --steps {args.steps} --seed {args.seed} "
+        f"--rate {args.rate} --threads {args.threads}",
+        "parameters": sum(weights.numel() for weights in model.parameters()),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _write_sums(folder: Path) -> None:
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+        for path in sorted(folder.iterdir())
+    ]
+    (folder / SUMS).write_text("\n".join(lines) + "\n")
