@@ -9,12 +9,18 @@ import platform
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loadtest.errors import UserError
 from loadtest.hybrid.train import STEPS, Progress
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 LOG = "training.jsonl"
 SUMS = "SHA256SUMS"
+TEXTS = "calibration.jsonl"
+TEXT_COUNT, TEXT_LENGTH = 24, 1024
 EVALUATED = (512, 1024, 2048)
 ITEMS = 12  # held-out samples of each task and length; a sample asks several times
 EVERY = 10  # steps between lines of the log
@@ -68,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         save(model, tokenizer, partial)
         for score in evaluate(model, Tasks(tokenizer, f"held out {args.seed}"), EVALUATED, ITEMS):
             write({"held_out": plain(score)})
-    _write_sums(partial)
+    write_texts(tokenizer, args.seed, partial / TEXTS)
+    write_sums(partial)
     partial.rename(args.out)
     print(f"wrote {args.out}")
     return 0
@@ -90,9 +97,22 @@ def _settings(args: argparse.Namespace, model) -> dict:
     }
 
 
-def _write_sums(folder: Path) -> None:
+def write_texts(tokenizer: PreTrainedTokenizerFast, seed: int, path: Path) -> None:
+    """Held-out texts of the tasks that look up, to calibrate the model on: JSON lines."""
+    from loadtest.hybrid.tasks import Tasks
+    from loadtest.hybrid.train import LOOKED_UP
+
+    tasks = Tasks(tokenizer, f"calibration {seed}")
+    samples = [tasks.sample(LOOKED_UP[i % 2], TEXT_LENGTH) for i in range(TEXT_COUNT)]
+    lines = [json.dumps({"text": tokenizer.decode(sample.ids)}) for sample in samples]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_sums(folder: Path) -> None:
+    """``SHA256SUMS`` of every other file."""
     lines = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
         for path in sorted(folder.iterdir())
+        if path.name != SUMS
     ]
     (folder / SUMS).write_text("\n".join(lines) + "\n")

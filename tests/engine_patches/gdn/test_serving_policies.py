@@ -7,6 +7,7 @@ recurrent state and live windows at the same length.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,6 +151,23 @@ def test_long_decode_and_the_turn_after_it(served):
         check(served, turn, following, custom)
         frozen = answer.meta["raggedkv"]["frozen"]
         assert following.cached_tokens == (2 * GRID if frozen else 256)
+
+
+def test_requests_that_are_aborted_leave_nothing(served):
+    """Some while their prompt is cut into chunks, some while they decode, some in the queue."""
+    prompts = [prompt(90 + i, 100 + 90 * i) for i in range(10)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        asked = [
+            threads.submit(served.server.generate, ids, 3000, rid=f"long-{i}")
+            for i, ids in enumerate(prompts)
+        ]
+        for i, one in enumerate(asked):
+            while not one.done():  # again: an abort that overtakes its request is lost
+                time.sleep(0.1)
+                served.server.abort(f"long-{i}")
+    assert all(one.result().finish_reason["type"] == "abort" for one in asked)
+    ids = prompt(100, 200)
+    check(served, ids, served.ask(ids, 8), {})
 
 
 def test_nothing_is_pinned_or_lost_afterwards(served):
