@@ -227,3 +227,46 @@ def test_a_state_whose_windows_are_gone_is_no_hit(server_factory, tmp_path_facto
     before = shortened()
     assert cached(first) < 384 and shortened() > before
     assert cached(others[-1]) == 384, "the most recent one still has both"
+
+
+@pytest.mark.slow  # a server each
+@pytest.mark.parametrize(
+    ("flags", "turn"),
+    [
+        (("--disable-radix-cache",), 0),
+        (("--disable-overlap-schedule",), 256),
+        (("--mamba-radix-cache-strategy", "extra_buffer_lazy"), 256),
+        (("--mamba-track-interval", "64"), 320),
+    ],
+    ids=lambda flags: flags[0] if isinstance(flags, tuple) else "",
+)
+def test_other_modes_of_the_scheduler(server_factory, tmp_path, flags, turn):
+    """``turn``: tokens of a 379-token second turn that are hit, the last state of its first."""
+    model = tmp_path / "qwen3_5"
+    models.save("qwen3_5", model)
+    policy = policies.mixed(model, sinks=4)
+    arena = ("--kv-arena-bytes", "8MB", "--max-mamba-cache-size", "64")
+    server = server_factory(
+        model, "--kv-policy", str(policies.write(policy, tmp_path)), *FLAGS, *arena, *flags,
+        env=frozen_server.POISON,
+    )  # fmt: skip
+    reference = MaskedReference(model, policy.windows, policy.sinks)
+
+    def exact(ids: list[int], answer) -> None:
+        reference.check_greedy(ids, answer.output_ids, answer.logprobs)
+
+    prompts = [prompt(i, n) for i, n in enumerate((300, 90, 200, 410))]
+    for _ in range(2):
+        for ids, answer in zip(prompts, server.generate_many(prompts, 20, 4), strict=True):
+            exact(ids, answer)
+            assert turn or not answer.cached_tokens
+    first = prompt(6, 70)
+    answer = server.generate(first, 300)
+    exact(first, answer)
+    second = first + answer.output_ids + prompt(7, 9)
+    following = server.generate(second, 8)
+    exact(second, following)
+    assert following.cached_tokens == turn
+    server.wait_idle()
+    state = server.info()["internal_states"][0]["raggedkv"]
+    assert state["pages"]["pinned"] == 0 and state["counters"]["audit_faults"] == 0
