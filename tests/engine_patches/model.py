@@ -27,6 +27,7 @@ from tests.engine_patches.model_checks import Checks
 from tests.engine_patches.model_memory import (
     Allocator,
     Contents,
+    Node,
     Request,
     Setup,
     Tree,
@@ -203,7 +204,7 @@ class Engine:
             self.allocator.free_segments([(slots, start * self.size)])
             self.tree.lock(req, [])
         req.row, req.hit, req.computed, req.prefix_len = [], [], 0, 0
-        req.kept, req.observed, req.losses = None, [], []
+        req.kept, req.observed, req.losses, req.states = None, [], [], []
         req.life += 1
         if req in self.running:
             self.running.remove(req)
@@ -240,9 +241,15 @@ class Engine:
     def _checkpoint(self, req: Request, length: int) -> None:
         if req.keep is not None:
             length = min(length, req.prompt)  # as the patch of ``checkpoint_into_tree`` has it
+        if self.setup.grid is not None:
+            length = max((at for at in req.states if at <= length), default=0)
+            req.states = []
+            if length <= len(req.lock) * self.size:
+                return
         with self.residents.drops_deferred():
             before = list(req.row)
             self.tree.insert(req, length)
+            req.lock[-1].state = self.setup.grid is not None
             self.events["dedup"] += before != req.row
             row = slots_of(req.row[: len(req.lock)], self.size)
             self.allocator.follow_tree(req, row)
@@ -259,13 +266,7 @@ class Engine:
         assert pages == [n.page for n in path], "the host takes other pages for the path's"
         limit = self.allocator.hit_limit(req)
         path = path if limit is None else path[: limit // self.size]
-        valid = 0
-        if path:
-            valid = longest_valid_hit(self.ledger, [n.page for n in path], self.size)
-            found = SimpleNamespace(
-                device_prefix_len=len(path) * self.size, mamba_branching_seqlen=None
-            )
-            self.allocator.note_hit(req, found, valid * self.size)
+        valid = self._valid(req, path)
         self.tree.lock(req, path[:valid])
         req.hit, req.computed = [n.page for n in path[:valid]], valid * self.size
         req.prefix_len = req.computed
@@ -282,6 +283,33 @@ class Engine:
         self.events["hit"] += valid > 0
         self.events["branch"] += valid < len(path)
         return count
+
+    def _valid(self, req: Request, path: list[Node]) -> int:
+        """Pages of the path that a hit may use: windows are live, and a state was kept there."""
+        whole = len(path)
+        path = self._to_state(path)
+        branch = None
+        if self.setup.grid is not None:
+            last = whole * self.size // self.setup.grid.prefill * self.setup.grid.prefill
+            branch = last if last > len(path) * self.size else None
+        found = SimpleNamespace(
+            device_prefix_len=len(path) * self.size, mamba_branching_seqlen=branch
+        )
+        req.mamba_branching_seqlen = branch
+        while path:
+            valid = longest_valid_hit(self.ledger, [n.page for n in path], self.size)
+            if valid == len(path):
+                break
+            path = self._to_state(path[:valid])
+        self.allocator.note_hit(req, found, len(path) * self.size)
+        self.events["state lost"] += 0 < len(path) * self.size < found.device_prefix_len
+        return len(path)
+
+    def _to_state(self, path: list[Node]) -> list[Node]:
+        """The path up to the last page after which a state was kept, where states are needed."""
+        if self.setup.grid is None:
+            return path
+        return path[: max((i + 1 for i, node in enumerate(path) if node.state), default=0)]
 
     def _first_live(self, k: int, req: Request) -> int:
         """First window page that a hit brings along: its slack only as far as it is live."""
@@ -369,10 +397,20 @@ class Engine:
             freezing.check_observed(self.setup, req, chunk, req.computed, count)
         self.allocator.after_forward(plan)
         for req, count in batch:
+            self._keep_state(req, req.computed, count)
             req.computed += count
             req.updated = req.computed
             if req.keep is not None and req.computed == req.prompt:
                 self._note_freeze(req)
+
+    def _keep_state(self, req: Request, start: int, count: int) -> None:
+        """A chunk leaves one state: at a branch point that lies in it, else at its last step."""
+        if self.setup.grid is None or count < self.setup.grid.prefill:
+            return
+        step, branch = self.setup.grid.prefill, req.mamba_branching_seqlen or 0
+        reached = list(range(start + step, start + count + 1, step))
+        inside = branch in reached and branch < start + count
+        req.states = [branch if inside else reached[-1]]
 
     def _check_history(self, unit: int, k: int, row: int, req: Request, past) -> None:
         pages, positions = past.pages[row].numpy(), past.positions.numpy()
@@ -416,6 +454,8 @@ class Engine:
                 self.contents.check_read(unit, *read, ids[r], wanted)
         for req in batch:
             req.computed += 1
+            if self.setup.grid is not None and req.computed % self.setup.grid.decode == 0:
+                req.states = [*req.states, req.computed][-2:]
         for req in crossing:
             req.updated = req.computed
 

@@ -23,6 +23,7 @@ from engine_patches.counters import Counters
 from engine_patches.ledger import PageLedger
 from engine_patches.plan import LevelWrite, Planner
 from engine_patches.residents import Resident, Residents
+from engine_patches.snapshots import SnapshotGrid
 from flashinfer_ext.contract import HeadWindow
 from kvpolicy.windows import Level
 
@@ -40,7 +41,7 @@ class Setup:
     ``freezes`` whether prompts are frozen, to ``budget`` unless a request says otherwise, by what
     their last ``observe`` queries read; ``shares`` in which the heads split the budget, in turn
     (none: all keep the same); ``lag`` how many looks at the device it takes at most until it has
-    told what was kept.
+    told what was kept; ``grid`` where states of recurrent layers are kept (None: there are none).
     """
 
     levels: tuple[Level, ...]
@@ -56,6 +57,7 @@ class Setup:
     observe: int = 16
     shares: tuple[float, ...] = ()
     lag: int = 0
+    grid: SnapshotGrid | None = None
 
 
 def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
@@ -76,6 +78,7 @@ class Node:
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     locks: int = 0
     used: int = 0
+    state: bool = False
 
 
 @dataclass(eq=False)
@@ -83,7 +86,8 @@ class Request:
     """A request: ``tokens`` prompt and output so far, ``computed`` how many of them are stored.
 
     ``keep`` is the budget its prompt is frozen to (None: never); ``kept`` what each frozen unit
-    has kept, None until then; ``observed`` and ``losses`` the positions that were observed so far.
+    has kept, None until then; ``observed`` and ``losses`` the positions that were observed so far;
+    ``states`` the newest lengths whose recurrent state it still has.
     """
 
     rid: int
@@ -107,6 +111,8 @@ class Request:
     kept: dict[int, np.ndarray] | None = None
     observed: list[int] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    mamba_branching_seqlen: int | None = None
 
     extra_key = cache_salt = None
     prefix_len: int = 0
@@ -293,7 +299,7 @@ class Allocator(RaggedAllocator):
         )
         self.counters = Counters()
         self.metrics = SimpleNamespace(publish=lambda **_: None)
-        self.snapshots = None  # no recurrent layers
+        self.snapshots = setup.grid
         self.tree_cache = tree
         self.residents = Residents(self.ledger, setup.page_size, setup.cache, self.reclaim)
         self.residents.freezes = setup.freezes

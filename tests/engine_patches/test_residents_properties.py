@@ -9,6 +9,7 @@ every read of every forward is compared with the token it must see.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from engine_patches.snapshots import SnapshotGrid
 from kvpolicy.residency import peak_pages, request_pages
 from kvpolicy.windows import FULL, Level
 from tests.engine_patches.model import Engine
 from tests.engine_patches.model_memory import Setup
 
 PROGRAMS = 400
-"""Programs of one test; five tests make 2,000."""
+"""Programs of one test; six tests make 2,400."""
 
 WINDOWS = [1, 5, 16, 17, 24, 40, 40, FULL, FULL]
 
@@ -65,6 +67,14 @@ def setups(draw, cached: bool) -> Setup:
         ahead=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         hostile=draw(st.integers(0, 3)) == 3,
     )
+
+
+@st.composite
+def recurrent_setups(draw) -> Setup:
+    """As ``setups``, of a model that keeps recurrent states on some grid of pages."""
+    setup = draw(setups(cached=True))
+    step = setup.page_size * draw(st.sampled_from([1, 2, 3]))
+    return replace(setup, grid=SnapshotGrid(step, step * draw(st.sampled_from([1, 2])), step))
 
 
 small = st.integers(0, 7)
@@ -122,13 +132,13 @@ def run(setup: Setup, program: list[tuple], batches: int | None) -> Counter[str]
     return engine.events
 
 
-def run_programs(cached: bool, start: int) -> Counter[str]:
+def run_programs(some_setups, start: int) -> Counter[str]:
     """Run random programs from a seed; returns how often each thing happened in all of them."""
     tally: Counter[str] = Counter()
 
     @seed(start)
     @settings(stable, max_examples=PROGRAMS)
-    @given(setups(cached=cached), programs, endings)
+    @given(some_setups, programs, endings)
     def every_check_passes(setup, program, batches):
         tally.update(run(setup, program, batches))
         tally["programs"] += 1
@@ -139,18 +149,27 @@ def run_programs(cached: bool, start: int) -> Counter[str]:
 
 @pytest.mark.parametrize("start", range(4))
 def test_programs_with_the_prefix_cache(start):
-    tally = run_programs(True, start)
+    tally = run_programs(setups(cached=True), start)
     assert tally["programs"] >= PROGRAMS
     for happened in ("hit", "branch", "dedup", "wait", "retract", "abort", "finish", "done"):
         assert tally[happened] >= 20, tally
 
 
 def test_programs_without_the_prefix_cache():
-    tally = run_programs(False, start=4)
+    tally = run_programs(setups(cached=False), start=4)
     assert tally["programs"] >= PROGRAMS
     for happened in ("wait", "retract", "abort", "finish", "done"):
         assert tally[happened] >= 20, tally
     assert not tally["hit"]
+
+
+def test_programs_of_models_with_recurrent_layers():
+    """A hit ends where a state was kept and every window is live, and nothing else changes."""
+    tally = run_programs(recurrent_setups(), start=5)
+    assert tally["programs"] >= PROGRAMS
+    for happened in ("hit", "branch", "dedup", "wait", "retract", "abort", "finish", "done"):
+        assert tally[happened] >= 20, tally
+    assert tally["state lost"] >= 5, tally
 
 
 def run_alone(levels, size: int, prompt: int, answer: int, chunk: int) -> Engine:
