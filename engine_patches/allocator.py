@@ -235,8 +235,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             need = ceil_div(start + count, self.page_size) - ceil_div(start, self.page_size)
             pages = list(islice(fresh, need))
             if self.snapshots is not None:
-                branch = req.mamba_branching_seqlen
-                resident.stop = self.snapshots.of_chunk(start, start + count, branch)
+                resident.stop = self._chunk_stop(req, start, start + count)
             growth.append((resident, pages, start + count))
         self.residents.prepare([(r, len(pages), length) for r, pages, length in growth])
         history = []
@@ -255,6 +254,13 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
                 resident.slot = req.kv.req_pool_idx
             self.ledger.fall_behind()
         return plan
+
+    def _chunk_stop(self, req: Req, start: int, end: int) -> int:
+        """Where later requests may resume what this chunk computes, with recurrent layers."""
+        freeze = req.raggedkv.freeze
+        if freeze is not None and start >= freeze.prompt:
+            return 0  # computed after a freeze: nobody else's
+        return self.snapshots.of_chunk(start, end, req.mamba_branching_seqlen)
 
     def after_forward(self, plan: ExtendPlan) -> None:
         """The forward of a prefill batch was launched: freeze the prompts that ended in it.
@@ -365,8 +371,8 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
         """Count a prefix match, of which ``valid`` tokens are usable.
 
         Side effect: the request remembers where more was cached than it can use, so that its
-        prefill leaves the windows of that branch point behind for the next one. With recurrent
-        layers SGLang names that point, and leaves a snapshot of their state there too.
+        prefill leaves the windows of that branch point behind for the next one. (Where recurrent
+        layers lack a state SGLang names the point, and ``of_chunk`` says whether it gets one.)
         """
         length = found.device_prefix_len
         if length:
@@ -375,8 +381,7 @@ class RaggedAllocator(PagedTokenToKVPoolAllocator):
             self.counters.prefix_hits_shortened += 1
             self.counters.hit_tokens_given_up += length - valid
         if req is not None:
-            shortened = length if valid < length else 0
-            req.raggedkv_branch = found.mamba_branching_seqlen or shortened
+            req.raggedkv_branch = length if valid < length else 0
 
     def follow_tree(self, req: Req, row: torch.Tensor) -> None:
         """The prefix tree now owns ``row`` [tokens] of the request's slots; move pages there."""

@@ -72,12 +72,14 @@ def check_launch(args: Namespace, geometry: ModelGeometry, folder: str) -> None:
     Raises:
         Refusal: naming the flag or key, and what to write instead.
     """
-    if getattr(args, "mamba_radix_cache_strategy", None) == "no_buffer":
+    uncached = bool(getattr(args, "disable_radix_cache", False))
+    if not uncached and getattr(args, "mamba_radix_cache_strategy", None) == "no_buffer":
         raise Refusal(
             "--mamba-radix-cache-strategy no_buffer does not work with --kv-policy; drop it: "
             "it needs pages of one token"
         )
-    if args.max_mamba_cache_size is None and cpu_platform.activate() is not None:
+    bound = args.max_mamba_cache_size or (uncached and args.max_running_requests)
+    if not bound and cpu_platform.activate() is not None:
         raise Refusal(
             "give --max-mamba-cache-size: without it SGLang spends nearly half of the machine's "
             f"memory on recurrent states (about {geometry.state_bytes_per_request()} bytes each)"
@@ -106,8 +108,8 @@ def check_configurator(configurator, geometry: ModelGeometry) -> None:
         configurator: SGLang's KVCacheConfigurator of a model with recurrent layers.
 
     Raises:
-        Refusal: SGLang takes other layers as full attention, or a state's dtype is not the
-            model's, which would end the server at the first snapshot.
+        Refusal: SGLang takes other layers as full attention, or a convolution state's dtype is
+            not the model's, which would end the server at the first snapshot.
     """
     config, model = configurator.mambaish_config, configurator.model_config
     full = [layer.layer_id for layer in geometry.attention_layers]

@@ -142,7 +142,8 @@ def check_configurator(configurator, geometry: ModelGeometry) -> None:
         )
     if config.is_multimodal:
         raise Refusal(
-            "image and audio input is not supported; serve it without --enable-multimodal"
+            "image and audio input is not supported; serve it without --enable-multimodal, or "
+            "with --language-model-only"
         )
     if config.is_encoder_decoder:
         raise Refusal("this is an encoder-decoder model: not supported")

@@ -50,11 +50,15 @@ class Resident:
 
 @dataclass
 class Slide:
-    """How one level of one request moves: page indices within the request, not page ids."""
+    """How one level of one request moves: page indices within the request, not page ids.
+
+    ``stop`` and ``branch`` are pages of the newest chunk that only a later hit there would need.
+    """
 
     level: int
     dying: list[int]
     needed: list[int]
+    stop: list[int]
     branch: list[int]
 
 
@@ -156,7 +160,7 @@ class Residents:
                 kept = sum(self._worth_keeping(k, resident, i) for i in gone)
                 must += units * max(0, len(slide.needed) - len(gone))
                 wish += units * max(0, len(slide.needed) - len(gone) + kept)
-                wish += units * len(slide.branch)
+                wish += units * len(slide.stop)
             compact = freezing.compact_pages(self, resident, length)
             must, wish = must + compact, wish + compact
         if wish > self.ledger.free:
@@ -380,12 +384,20 @@ class Residents:
         sinks, first = self._sinks[k], self._window_first(k, length)
         dying = range(max(resident.first[k], sinks), min(old, first))
         needed = [i for i in range(old, count) if i < sinks or i >= first]
-        branch: set[int] = set()
-        for at in (resident.branch, resident.stop or 0):
-            if self.cache and not self.levels[k].is_full and old * self.page_size < at <= length:
-                start = max(old, self._window_first(k, at))
-                branch.update(i for i in range(start, at // self.page_size) if sinks <= i < first)
-        return Slide(k, list(dying), needed, sorted(branch))
+        stop = self._window_of(k, resident.stop or 0, range(old, first), length)
+        branch = self._window_of(k, resident.branch, range(old, first), length)
+        return Slide(k, list(dying), needed, stop, [i for i in branch if i not in stop])
+
+    def _window_of(self, k: int, at: int, new: range, length: int) -> list[int]:
+        """Pages among ``new`` that a hit at ``at`` tokens, within ``length``, would need."""
+        if (
+            not self.cache
+            or self.levels[k].is_full
+            or not new.start * self.page_size < at <= length
+        ):
+            return []
+        start = max(new.start, self._window_first(k, at), self._sinks[k])
+        return list(range(start, min(at // self.page_size, new.stop)))
 
     def _last_holder(self, k: int, resident: Resident, index: int) -> bool:
         return self.ledger.hold[k, resident.pages[index]] == 1
@@ -413,7 +425,8 @@ class Residents:
         ledger.release_pages(k, spare[taken:], park=True)
         self._bind(k, needed[taken:])
         ledger.retain(k, keep, fence=True)
-        self._keep_branch(k, self.ids(resident, slide.branch))
+        for extra in (slide.stop, slide.branch):
+            self._keep_extra(k, self.ids(resident, extra))
 
     def make_room(self, num_pages: int) -> None:
         """Reclaim cached pages until ``num_pages`` are free, if there are as many."""
@@ -425,8 +438,12 @@ class Residents:
         self.ledger.bind(k, logical)
         self.ledger.acquire(k, logical)
 
-    def _keep_branch(self, k: int, logical: list[int]) -> None:
-        """Write the window of a branch point too, if that costs nobody a page."""
+    def _keep_extra(self, k: int, logical: list[int]) -> None:
+        """Write the window of a stop or branch point within the chunk too, if there is room.
+
+        ``prepare`` made room for a stop, where cached pages could give way; a branch point, which
+        most models have instead, costs nobody a page.
+        """
         cost = len(logical) * int(self.ledger.units[k])
         if cost <= min(self._to_spend, self.ledger.free):
             self._to_spend -= cost

@@ -13,11 +13,22 @@ def checkpoint_into_tree(original, self, req, *, up_to, **kwargs):
     if req.raggedkv.freeze is not None:
         # what follows a freeze was computed without the whole prompt: not for others to reuse
         up_to = min(up_to, req.raggedkv.freeze.prompt)
+        _forget_later_state(req, up_to)
     with served.allocator.residents.drops_deferred():
         result = original(self, req, up_to=up_to, **kwargs)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         served.allocator.follow_tree(req, row[: req.kv.cache_protected_len])
     return result
+
+
+def _forget_later_state(req, up_to: int) -> None:
+    """Keep SGLang from filing a recurrent state of more than ``up_to`` tokens under fewer.
+
+    Of a running request it donates the newest one, taken to be within what is inserted; once it
+    has ended SGLang looks for one that is.
+    """
+    if not req.finished() and (getattr(req.kv, "mamba_last_track_seqlen", None) or 0) > up_to:
+        req.kv.mamba_last_track_seqlen = None
 
 
 PATCHES = (

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import platform
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(args.threads)
     partial = args.out.with_name(args.out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists():
+        raise UserError(f"{partial} is left from another run; remove it, or name another --out")
     partial.mkdir(parents=True)
     tokenizer, model = make_tokenizer(), make_model(args.seed)
     with (partial / LOG).open("w", buffering=1) as log:

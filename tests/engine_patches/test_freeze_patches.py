@@ -235,6 +235,7 @@ def test_only_the_prompt_of_a_frozen_request_goes_into_the_tree(serve, freeze, u
     req = SimpleNamespace(
         raggedkv=SimpleNamespace(freeze=freeze),
         kv=SimpleNamespace(req_pool_idx=1, cache_protected_len=4),
+        finished=lambda: False,
     )
     rows = torch.arange(200).view(2, 100)
     tree = SimpleNamespace(disable=False, req_to_token_pool=SimpleNamespace(req_to_token=rows))
@@ -246,6 +247,36 @@ def test_only_the_prompt_of_a_frozen_request_goes_into_the_tree(serve, freeze, u
     prefix_insert.checkpoint_into_tree(original, tree, req, up_to=up_to, chunked=True)
     assert calls == [(req, inserted, {"chunked": True})]
     assert followed == [[100, 101, 102, 103]]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "tracked", "over", "left"),
+    [
+        (Freeze(150, 4, 5, True), 214, False, None),  # re-computed after a retraction: frozen
+        (Freeze(150, 4, 5, True), 128, False, 128),
+        (Freeze(150, 4, 5, True), 214, True, 214),  # SGLang looks for an earlier one itself
+        (Freeze(150, 4, 5, True), None, False, None),
+        (None, 214, False, 214),
+    ],
+)
+def test_a_recurrent_state_of_later_tokens_is_not_filed_under_the_prompt(
+    serve, freeze, tracked, over, left
+):
+    seen = []
+    allocator = SimpleNamespace(
+        residents=SimpleNamespace(drops_deferred=nullcontext), follow_tree=lambda req, row: None
+    )
+    kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0, mamba_last_track_seqlen=tracked)
+    req = SimpleNamespace(raggedkv=SimpleNamespace(freeze=freeze), kv=kv, finished=lambda: over)
+    rows = torch.zeros(1, 300)
+    tree = SimpleNamespace(disable=False, req_to_token_pool=SimpleNamespace(req_to_token=rows))
+
+    def original(self, asked, *, up_to, **kwargs):
+        seen.append((up_to, asked.kv.mamba_last_track_seqlen))
+
+    serve(allocator=allocator)
+    prefix_insert.checkpoint_into_tree(original, tree, req, up_to=214)
+    assert seen == [(150 if freeze else 214, left)]
 
 
 class Key(list):

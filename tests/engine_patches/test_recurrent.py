@@ -48,6 +48,13 @@ CASES = {  # changes of config.json, flags, and the refusal (None: accepted)
         [*BOUND, "--mamba-radix-cache-strategy", "no_buffer"],
         "--mamba-radix-cache-strategy no_buffer does not work with --kv-policy; drop it",
     ),
+    "uncached": ({}, ["--disable-radix-cache", "--max-running-requests", "4"], None),
+    "uncached_unbound": ({}, ["--disable-radix-cache"], "give --max-mamba-cache-size"),
+    "uncached_no_buffer": (
+        {},
+        [*BOUND, "--disable-radix-cache", "--mamba-radix-cache-strategy", "no_buffer"],
+        None,
+    ),
     "listed_only": (
         {"drop": (INTERVAL,), "layer_types": every_second},
         BOUND,
@@ -123,7 +130,7 @@ def test_state_slots_bound_the_running_requests():
 # -- where states are kept ---------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the first one imports SGLang
+@settings(deadline=None)
 @given(
     page=st.sampled_from([1, 16, 64, 128]),
     start=st.integers(0, 400),
@@ -199,6 +206,7 @@ class Run:
         return longest_valid_hit(self.ledger, self.request.pages[: length // PAGE], PAGE) * PAGE
 
 
+@settings(deadline=None)
 @given(levels, st.lists(st.integers(1, 300), min_size=1, max_size=5))
 def test_a_chunk_keeps_the_windows_of_its_snapshot(shapes, chunks):
     run, grid, length, stops = Run(shapes), SnapshotGrid(64, 256, 64), 0, []
@@ -215,6 +223,7 @@ def test_a_chunk_keeps_the_windows_of_its_snapshot(shapes, chunks):
     assert not run.ledger.check_integrity() and not run.ledger.pinned
 
 
+@settings(deadline=None)
 @given(levels, st.integers(64, 200), st.integers(1, 900), st.sampled_from([64, 128, 256]))
 def test_decoding_keeps_the_windows_of_the_newest_two_snapshots(shapes, prompt, answer, interval):
     run, grid = Run(shapes), SnapshotGrid(64, interval, 64)

@@ -179,24 +179,31 @@ def test_exact_under_forced_retraction(case, server_factory, tmp_path_factory):
     """Arena and state slots too small for the load, prefixes shared, half of the prompts frozen."""
     model, make_policy, _ = case
     geometry = read_geometry(model).with_kv_dtype_bytes(4)
-    room = int(2.6 * peak_bytes(make_policy(model).levels(), geometry, 600))
+    room = int(2.6 * peak_bytes(make_policy(model).levels(), geometry, 640))
     served = serve(
         case, server_factory, tmp_path_factory, "--kv-arena-bytes", str(room),
         "--max-mamba-cache-size", "24", env=RETRACT,
     )  # fmt: skip
-    lengths = np.random.default_rng(3).integers(30, 520, size=10)
+    lengths = np.random.default_rng(3).integers(30, 420, size=10)
     prompts = [prompt(40 + i, int(n)) for i, n in enumerate(lengths)]
-    prompts += [prompt(60, 200) + prompt(61 + i, n) for i, n in enumerate((60, 130))]
+    prompts += [prompt(60, 200) + prompt(61 + i, n) for i, n in enumerate((60, 150))]
     ways = list(both_ways(served))
     custom = [ways[i % len(ways)] for i in range(len(prompts))]
     with ThreadPoolExecutor(len(prompts)) as threads:
         asked = [
-            threads.submit(served.ask, ids, 40, **mine)
+            threads.submit(served.ask, ids, 150, **mine)
             for ids, mine in zip(prompts, custom, strict=True)
         ]
         answers = [future.result() for future in asked]
     for ids, answer, mine in zip(prompts, answers, custom, strict=True):
         check(served, ids, answer, mine)
+    # what a retracted answer left in the tree is what its tokens say, also after a freeze
+    turns = [
+        ids + answer.output_ids + prompt(80, 40)
+        for ids, answer in zip(prompts, answers, strict=True)
+    ]
+    for turn, mine in zip(turns, custom, strict=True):
+        check(served, turn, served.ask(turn, 12, **mine), mine)
     seen = served.state()
     assert seen["counters"]["retractions"] > 0
     assert seen["pages"]["peak_used"] > 0.9 * seen["pages"]["capacity"], "never saturated"
