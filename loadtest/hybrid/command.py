@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOG = "training.jsonl"
 SUMS = "SHA256SUMS"
 TEXTS = "calibration.jsonl"
-TEXT_COUNT, TEXT_LENGTH = 24, 1024
+TEXT_COUNT, TEXT_LENGTH = 24, 2048
 EVALUATED = (512, 1024, 2048)
 ITEMS = 12  # held-out samples of each task and length; a sample asks several times
 EVERY = 10  # steps between lines of the log

@@ -1,7 +1,8 @@
 """``python -m loadtest hybrid-recall``: what a policy leaves of the small hybrid's recall.
 
 Held-out questions of its training tasks, asked of a real server with each policy, greedy, as token
-ids. The questions on one text are asked one after another, so most are answered from a prefix hit.
+ids; of pairs to look up the oldest, half a text away or more. The questions on one text are asked
+one after another, so most are answered from a prefix hit.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies", nargs="+", required=True, metavar="P", help="names, folders, full; NAME:POINT"
     )
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a text (default 1024)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a text (default 2048)")
     parser.add_argument("--items", type=int, default=12, help="texts of each task (default 12)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -106,7 +107,8 @@ def draw(model: Path, length: int, items: int, seed: int) -> list[Question]:
     questions = []
     for task in ASKED:
         for _ in range(items):
-            sample = tasks.sample(task, length)
+            far = task == "recall"
+            sample = tasks.far_recall(length) if far else tasks.sample(task, length)
             for start, end in sample.answers[:QUESTIONS]:
                 questions.append(Question(task, sample.ids[:start], sample.ids[start:end]))
     return questions

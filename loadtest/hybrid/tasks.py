@@ -19,6 +19,7 @@ from loadtest.corpora import library_texts
 TASKS = ("needle", "recall", "copy")
 SHARES = (0.4, 0.4, 0.2)
 TEXT_WEIGHT = 0.1
+MOST_TOLD = 0.67  # of a recall sample: the rest asks
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 PAIR = "\n{word} = {code}"
 ASKED = "\n? {word} = {code}"
@@ -83,11 +84,15 @@ class Tasks:
         build.extend(tail)
         return build.last("needle", length)
 
-    def _recall(self, length: int) -> Sample:
+    def far_recall(self, length: int) -> Sample:
+        """As ``recall``, as many pairs as it ever has, and asked for from the oldest on."""
+        return self._recall(length, far=True)
+
+    def _recall(self, length: int, far: bool = False) -> Sample:
         """Pairs of a made-up word and a number, then a part of them asked for."""
         pairs: dict[str, str] = {}
         told, asked = _Builder(), _Builder()
-        room = length * self.rng.uniform(0.1, 0.67)
+        room = length * (MOST_TOLD if far else self.rng.uniform(0.1, MOST_TOLD))
         while True:
             word, code = self._word(), str(self.rng.randint(100, 999))
             if word in pairs:
@@ -98,8 +103,9 @@ class Tasks:
             pairs[word] = code
             told.add(piece, 0.0)
         words = list(pairs)
+        oldest = iter(words)
         while len(asked.ids) < length - len(told.ids):
-            word = self.rng.choice(words)
+            word = next(oldest) if far else self.rng.choice(words)
             whole = self._ids(ASKED.format(word=word, code=pairs[word]))
             digits = len(pairs[word]) + 1  # and the space before
             asked.add(whole[:-digits], 0.0)

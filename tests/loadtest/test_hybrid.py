@@ -56,6 +56,14 @@ def test_what_is_asked_was_told(tokenizer):
     assert sample.ids[start:end] == sample.ids[: end - start]
 
 
+def test_far_recall_asks_for_the_oldest_first(tokenizer):
+    text = tokenizer.decode(Tasks(tokenizer, 2).far_recall(800).ids)
+    told = re.findall(r"\n(\w+) = (\d+)", text)
+    asked = re.findall(r"\? (\w+) = (\d+)", text)
+    assert len(told) > 20 and len(asked) > 10
+    assert asked[:10] == told[:10]
+
+
 def test_samples_follow_from_the_seed(tokenizer):
     draw = [Tasks(tokenizer, seed).sample("needle", 200).ids for seed in (3, 3, 4)]
     assert draw[0] == draw[1] != draw[2]
