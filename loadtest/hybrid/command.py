@@ -30,8 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``train-hybrid``."""
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    parser.add_argument(
+        "--stop-after", type=int, metavar="N", help="end after N steps of the --steps planned"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--threads", type=int, default=2)
 
 
@@ -42,8 +45,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.out.exists():
         raise UserError(f"--out {args.out} exists; remove it or name another folder")
-    if args.steps < 1 or args.threads < 1 or not 0 < args.rate < 1:
-        raise UserError("--steps and --threads must be 1 or more, --rate above 0 and below 1")
+    counts = (args.steps, args.threads, args.stop_after or 1)
+    if min(counts) < 1 or not 0 < args.rate < 1:
+        raise UserError(
+            "--steps, --stop-after and --threads must be 1 or more, --rate above 0 and below 1"
+        )
     import torch
 
     from loadtest.hybrid.model import make_model, make_tokenizer, save
@@ -55,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if partial.exists():
         raise UserError(f"{partial} is left from another run; remove it, or name another --out")
     partial.mkdir(parents=True)
+    last = min(args.steps, args.stop_after or args.steps)
     tokenizer, model = make_tokenizer(), make_model(args.seed)
     with (partial / LOG).open("w", buffering=1) as log:
 
@@ -65,12 +72,13 @@ def run(args: argparse.Namespace) -> int:
         write(_settings(args, model))
 
         def report(now: Progress) -> None:
-            if now.step % EVERY == 0 or now.step == args.steps:
+            if now.step % EVERY == 0 or now.step == last:
                 write(plain(now))
             if now.step % SAVE_EVERY == 0:
                 save(model, tokenizer, partial)
 
-        train(model, Tasks(tokenizer, args.seed), args.steps, args.rate, report)
+        tasks = Tasks(tokenizer, args.seed)
+        train(model, tasks, args.steps, args.rate, report, last)
         save(model, tokenizer, partial)
         for score in evaluate(model, Tasks(tokenizer, f"held out {args.seed}"), EVALUATED, ITEMS):
             write({"held_out": plain(score)})
@@ -87,7 +95,8 @@ def _settings(args: argparse.Namespace, model) -> dict:
 
     return {
         "command": f"python -m loadtest train-hybrid --steps {args.steps} --seed {args.seed} "
-        f"--rate {args.rate} --threads {args.threads}",
+        f"--rate {args.rate} --threads {args.threads}"
+        + (f" --stop-after {args.stop_after}" if args.stop_after else ""),
         "parameters": sum(weights.numel() for weights in model.parameters()),
         "versions": {
             "python": platform.python_version(),

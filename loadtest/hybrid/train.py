@@ -41,8 +41,9 @@ def train(
     steps: int,
     rate: float,
     report: Callable[[Progress], None],
+    last: int | None = None,
 ) -> Progress:
-    """Run ``steps`` steps of AdamW on ``model``, in place.
+    """Run ``steps`` steps of AdamW on ``model``, in place, or the first ``last`` of them.
 
     Args:
         rate: highest learning rate; it rises for ``WARMUP`` steps, then falls as a cosine.
@@ -51,7 +52,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     now, began = Progress(), time.monotonic()
     model.train()
-    for step in range(steps):
+    for step in range(steps if last is None else last):
         for group in optimizer.param_groups:
             group["lr"] = rate * _schedule(step, steps)
         length = _length(now, step / steps)

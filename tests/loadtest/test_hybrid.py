@@ -155,4 +155,5 @@ def test_the_shipped_model_answers_what_its_log_says():
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
     for score in evaluate(model, Tasks(tokenizer, "asked again"), [1024], 6):
         if score.task in training.LOOKED_UP:
-            assert score.right > 0.9 and logged[score.task, 1024] > 0.9
+            wanted = logged[score.task, 1024]
+            assert wanted > 0.85 and abs(score.right - wanted) < 0.12
