@@ -32,6 +32,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
     start = [
         RAY, "start", "--head", "--block", "--port", str(port), "--dashboard-port", str(dashboard),
         "--num-cpus", "2", "--num-gpus", "0",
+        # another Ray on this machine has the default port: without its agent a node takes no job
+        "--dashboard-agent-listen-port", str(_free_port()),
     ]  # fmt: skip
     env = environment() | {"RAY_USAGE_STATS_ENABLED": "0", "PWD": str(folder)}
     # --block: ending this process ends its node, and no other Ray on the machine
