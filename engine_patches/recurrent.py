@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine_patches import cpu_platform
 from engine_patches.errors import Refusal
-from kvpolicy.geometry import LayerKind, ModelGeometry
+from kvpolicy.geometry import ModelGeometry
 
 SGLANG_INTERVAL = 4
 """SGLang takes every so many layers as full attention where the config names no interval."""
@@ -92,7 +92,7 @@ def _check_interval(geometry: ModelGeometry, folder: str) -> None:
     text = raw.get("text_config") or raw
     if text.get("full_attention_interval") is not None:
         return
-    full = [x.layer_id for x in geometry.layers if x.kind is not LayerKind.RECURRENT]
+    full = [layer.layer_id for layer in geometry.attention_layers]
     taken = list(range(SGLANG_INTERVAL - 1, len(geometry.layers), SGLANG_INTERVAL))
     if full != taken:
         raise Refusal(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import platform
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from loadtest.errors import UserError
 from loadtest.hybrid.train import STEPS, Progress
+from loadtest.model_fetch import sha256_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -120,7 +120,7 @@ def write_texts(tokenizer: PreTrainedTokenizerFast, seed: int, path: Path) -> No
 def write_sums(folder: Path) -> None:
     """``SHA256SUMS`` of every other file."""
     lines = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
+        f"{sha256_file(path)}  {path.name}"
         for path in sorted(folder.iterdir())
         if path.name != SUMS
     ]

@@ -16,11 +16,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvpolicy.errors import KvPolicyError
-from kvpolicy.geometry import ModelGeometry, read_geometry
-from kvpolicy.residency import residency
-from kvpolicy.store import resolve
-from loadtest.errors import UserError
+from kvpolicy.geometry import read_geometry
+from loadtest.errors import UserError, naming_flag
+from loadtest.freeze_results import command
+from loadtest.quality_suite.served import ServedArm, policy_arm
 from loadtest.result_files import output_folder, write_json
 from loadtest.servers import Server, ServerError
 
@@ -78,20 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask every policy, print a table, write ``recall.json``. Raises UserError."""
-    try:
-        geometry = read_geometry(args.model)
-        arms = [(name, *_resolved(name, geometry, args.length)) for name in args.policies]
-    except KvPolicyError as error:
-        raise UserError(str(error)) from error
+    geometry = naming_flag("--model", read_geometry, args.model)
+    arms = [policy_arm(spec, geometry) for spec in args.policies]
     folder = output_folder(args.out)
     questions = draw(args.model, args.length, args.items, args.seed)
-    result = Result(_command(), args.model.name, args.length, args.seed, [])
-    for name, flags, kept in arms:
-        print(f"{name}: {len(questions)} questions", file=sys.stderr, flush=True)
+    result = Result(command(), args.model.name, args.length, args.seed, [])
+    for arm in arms:
+        print(f"{arm.name}: {len(questions)} questions", file=sys.stderr, flush=True)
         try:
-            result.arms.append(_ask(args.model, name, flags, kept, questions))
+            result.arms.append(_ask(args.model, arm, arm.kept(geometry, args.length), questions))
         except ServerError as error:
-            raise UserError(f"{name}: {error.summary}") from error
+            raise UserError(f"{arm.name}: {error.summary}") from error
         write_json(folder / "recall.json", result)
     Console().print(table(result))
     return 0
@@ -114,26 +110,17 @@ def draw(model: Path, length: int, items: int, seed: int) -> list[Question]:
     return questions
 
 
-def _resolved(name: str, geometry: ModelGeometry, length: int) -> tuple[tuple[str, ...], float]:
-    """Server flags of a policy, and the share of a dense cache it keeps."""
-    policy, _, point = name.partition(":")
-    found = resolve(policy, geometry, point=point or None)
-    flags = ("--kv-policy", policy, *(("--kv-policy-point", point) if point else ()))
-    return flags, residency(found.policy, geometry, length)
-
-
-def _ask(
-    model: Path, name: str, flags: Sequence[str], kept: float, questions: Sequence[Question]
-) -> Arm:
+def _ask(model: Path, arm: ServedArm, kept: float, questions: Sequence[Question]) -> Arm:
     right = {task: [0, 0] for task in ASKED}
     cached = 0
-    with Server(model, *flags, "--kv-arena-bytes", ARENA) as server:
+    with Server(model, *arm.flags, "--kv-arena-bytes", ARENA) as server:
         for question in questions:
             answer = server.generate(question.ids, len(question.answer))
             cached += answer.cached_tokens
             right[question.task][0] += 1
             right[question.task][1] += answer.output_ids == question.answer
-    return Arm(name, kept, [Score(task, *counts) for task, counts in right.items()], cached)
+    scores = [Score(task, *counts) for task, counts in right.items()]
+    return Arm(arm.name, kept, scores, cached)
 
 
 def table(result: Result) -> Table:
@@ -147,7 +134,3 @@ def table(result: Result) -> Table:
         shares = [f"{score.right / score.asked:.2f}" for score in arm.scores]
         shown.add_row(arm.policy, f"{arm.residency:.1%}", *shares)
     return shown
-
-
-def _command() -> list[str]:
-    return ["python", "-m", "loadtest", *sys.argv[1:]]

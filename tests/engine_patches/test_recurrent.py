@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_patches import serving
 from engine_patches.errors import Refusal
 from engine_patches.ledger import PageLedger
 from engine_patches.prefix import longest_valid_hit
 from engine_patches.recurrent import StateSlots, check_configurator
 from engine_patches.residents import Residents
 from engine_patches.snapshots import SnapshotGrid
+from engine_patches.startup import startup_table
 from kvpolicy.geometry import read_geometry
 from kvpolicy.windows import FULL, Level
 from tests.engine_patches.gdn.models import COMMON
@@ -122,9 +124,22 @@ def test_states_in_another_dtype_end_the_start_with_one_line(tmp_path):
     assert "SGLANG_MAMBA_CONV_DTYPE=float16" in outcome.refused(), "auto serves fp32 as fp16"
 
 
-def test_state_slots_bound_the_running_requests():
-    states = StateSlots(slot_bytes=1000, slots=17, per_request=5)
-    assert (states.max_requests, states.request_bytes) == (3, 5000)
+def test_the_start_up_table_has_states_beside_kv_and_what_they_suffice_for(tmp_path):
+    model = write_config(tmp_path / "model")
+    served = serving.Serving(serving.ServeRequest(str(model), "full"))
+    served.arena_bytes = 64 << 20
+    assert "state" not in startup_table(served, 4096)
+    served.states = StateSlots(slot_bytes=2 << 20, slots=17, per_request=5)
+    assert (served.states.max_requests, served.states.request_bytes) == (3, 10 << 20)
+    lines = startup_table(served, 4096).splitlines()
+    row = next(line for line in lines if "1024" in line).split()
+    assert "state MiB" in "".join(lines)
+    assert [row[i] for i in (7, 9, 11)] == ["10.0", "3", "3"], "the states end before the arena"
+    assert any(
+        line.startswith("recurrent state: 2.00 MiB for 6 layers at any length; 17 states (34.0 MiB")
+        and line.endswith("5 for a running request, so 3 at once")
+        for line in lines
+    )
 
 
 # -- where states are kept ---------------------------------------------------------------------

@@ -82,6 +82,8 @@ def test_plan_table_and_json(ok, model_dir):
     table = ok(*args, "--context", 131072)
     for text in ("estimated from config.json", "8.59 GB", "153.94 MB per request", "dense"):
         assert text in table
+    (row,) = [line for line in table.splitlines() if "recurrent state per request" in line]
+    assert row.count("153.94 MB") == 2 and "1.000" in row, "dense and policy alike"
     options = ("--weights-bytes", "54GB", "--overhead-bytes", "6GB", "--context", 131072)
     plan = json.loads(ok(*args, *options, "--json"))
     assert plan["kv_budget_bytes"] == 20 * 10**9

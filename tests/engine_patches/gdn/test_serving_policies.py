@@ -171,6 +171,8 @@ def test_requests_that_are_aborted_leave_nothing(served):
 
 
 def test_nothing_is_pinned_or_lost_afterwards(served):
+    states = served.state()["recurrent"]
+    assert states["slots"] == 64 and states["slot_bytes"] > 0 and states["per_request"] >= 3
     served.check_nothing_is_left()
 
 
