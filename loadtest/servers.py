@@ -292,6 +292,14 @@ class Server(Client):
         """Exit status of the launcher; None while it runs."""
         return None if self._process is None else self._process.poll()
 
+    def exited_within(self, seconds: float) -> bool:
+        """True once the launcher has exited; False if it still runs after ``seconds``."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def cpu_seconds(self) -> float:
         """CPU seconds that the launcher and its living children have taken so far."""
         total = 0.0

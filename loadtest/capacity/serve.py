@@ -17,6 +17,8 @@ from loadtest.errors import UserError
 from loadtest.servers import Client, Server, ServerError
 
 PROBE_SECONDS = 10.0
+EXIT_SECONDS = 2.0
+"""How long a server that failed may take to exit: its connections close before the process ends."""
 
 
 class Started(Server):
@@ -74,7 +76,11 @@ def started(
 def _launched(side: Side, server: Started) -> Iterator[Server]:
     try:
         with server:
-            yield server
+            try:
+                yield server
+            except ServerError:
+                server.exited_within(EXIT_SECONDS)
+                raise
     except ServerError as error:
         if server.died_with is not None:
             died = f"the server exited with {server.died_with}"

@@ -249,7 +249,8 @@ class Engine:
         with self.residents.drops_deferred():
             before = list(req.row)
             self.tree.insert(req, length)
-            req.lock[-1].state = self.setup.grid is not None
+            if self.setup.grid is not None:
+                req.lock[-1].state = True
             self.events["dedup"] += before != req.row
             row = slots_of(req.row[: len(req.lock)], self.size)
             self.allocator.follow_tree(req, row)
