@@ -58,6 +58,7 @@ def test_two_workers_and_a_killed_one_give_the_same_artifact(
     assert artifact_of(log).manifest.version == undisturbed[0]
 
 
+@pytest.mark.slow  # a minute
 def test_killed_driver_resumes_to_the_same_artifact(
     calibration: Calibration, undisturbed: tuple[str, Path]
 ) -> None:

@@ -205,6 +205,7 @@ def test_the_launcher_ends_on_a_damaged_policy(start, smollm2, tmp_path):
     assert str(good) in start(policy=str(good)).refused()
 
 
+@pytest.mark.slow  # a minute
 def test_an_arena_too_small_is_refused_where_the_pool_is_built(start):
     line = start("--kv-arena-bytes", "64KiB").refused()
     assert "an arena of 65536 bytes" in line and "--kv-arena-bytes" in line

@@ -122,6 +122,7 @@ def test_the_next_turn_equals_a_cold_run(frozen: FrozenServer):
         prompt = prompt + answer.output_ids
 
 
+@pytest.mark.slow  # half a minute
 def test_two_hundred_tokens_after_the_freeze(frozen: FrozenServer):
     prompt = corpora.prompts(frozen.tokenizer, [240], seed=5)[0]
     frozen.check(prompt, frozen.ask(prompt, 200))

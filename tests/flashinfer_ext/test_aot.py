@@ -33,6 +33,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # a minute
 def test_the_gate_passes_on_a_subset(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run(

@@ -190,7 +190,8 @@ def test_an_interrupt_keeps_what_was_measured_and_leaves_no_process(
 def test_the_longest_prompt_and_the_longest_that_is_understood(run, tmp_path, monkeypatch):
     stock = Behaviour(limit=900, understands=700)
     full = Behaviour(limit=1000, stuck=True, ragged=True)
-    launching(monkeypatch, by_side(stock=stock, full=full, windows=Behaviour(ragged=True)))
+    narrow = Behaviour(ragged=True, token_seconds=0.2)  # long enough to be seen by a slow watch
+    launching(monkeypatch, by_side(stock=stock, full=full, windows=narrow))
     status, said = run("max-context", "--up-to", "1500")
     assert status == 0
     result = found(tmp_path, ContextResult)

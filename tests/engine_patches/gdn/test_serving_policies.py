@@ -212,6 +212,7 @@ def test_exact_under_forced_retraction(case, server_factory, tmp_path_factory):
     served.check_nothing_is_left()
 
 
+@pytest.mark.slow  # a server of its own
 def test_a_state_whose_windows_are_gone_is_no_hit(server_factory, tmp_path_factory):
     """Every head has a window: other requests take the cached ones, the tree keeps the states."""
     model = tmp_path_factory.mktemp("qwen3_5")
