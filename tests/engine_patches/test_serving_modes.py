@@ -33,7 +33,6 @@ def server(frozen: FrozenServer):
     return frozen.server
 
 
-@pytest.mark.slow  # a minute
 def test_without_radix_cache_and_overlap(frozen, tokenizer, smollm2):
     """Seventeen sinks take two pages, chunks of 112 end mid-window, five prompts share 60 MB."""
     prompts = corpora.prompts(tokenizer(smollm2), [500, 77, 340, 16, 611], seed=20)
