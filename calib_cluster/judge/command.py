@@ -14,6 +14,7 @@ from calib_cluster.judge.arms import Policy, find_policy
 from calib_cluster.judge.bench import BenchSpec, run_cases, view_of
 from calib_cluster.judge.haystack import load_texts
 from calib_cluster.judge.items import PROTOCOLS, Item
+from calib_cluster.judge.losses import losses
 from calib_cluster.judge.options import PEER_NAMES, check_counts, parse_counts, parse_names
 from calib_cluster.judge.peers import CHUNK, PEERS, load_kvpress
 from calib_cluster.judge.progress import CaseProgress
@@ -140,7 +141,7 @@ class _Run:
         if not log.cases:
             return
         cases = sorted(log.cases, key=lambda case: case.key)
-        seed = self.settings.seed
+        seed, means = self.settings.seed, cells(cases)
         result = Result(
             schema=SCHEMA_VERSION,
             command=command(),
@@ -149,9 +150,10 @@ class _Run:
             finished=len(cases) == len(self.tasks),
             against=self.against,
             resamples=RESAMPLES,
-            cells=cells(cases),
+            cells=means,
             differences=differences(cases, self.against, seed=seed) if self.against else [],
             cases=cases,
+            losses=losses(means),
         )
         saved = [write_result(self.out, result), _import_plot().write_plot(result, self.out)]
         from calib_cluster.judge.report import show

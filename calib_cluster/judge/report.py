@@ -20,7 +20,9 @@ NOTES = (
     "kept: mean tokens a kv head. acc(uracy): answer tokens that are the most likely one, given "
     "those before, without the first after the compression, which the prefill predicts. exact: "
     "answers that greedy decoding gives. KL: full cache to arm, nats a token; same: most likely "
-    "token as with the full cache. Peers are kvpress's own code with its defaults."
+    "token as with the full cache. Behind the best: the part of its right answer tokens that an "
+    "arm gets wrong; of text, the part of its KL that the best avoids. Peers are kvpress's own "
+    "code with its defaults."
 )
 
 
@@ -34,12 +36,28 @@ def show(result: Result, console: Console, below: Set[Place] = frozenset()) -> N
         for table in _tables(result, group, console, below):
             console.print(table)
         console.print()
+    if len(result.losses) > 1:
+        console.print(_losses(result))
+        console.print()
     console.print(Text(NOTES))
     named = {**settings.policies, **settings.peers}
     console.print(Text("; ".join(f"{name}: {title}" for name, title in named.items())))
     done = len(result.cases)
     state = f"{done} cases" if result.finished else f"{done} cases so far, not finished"
     console.print(Text(f"{settings.model}, seed {settings.seed}: {state}"))
+
+
+def _losses(result: Result) -> Table:
+    """Every arm's worst and mean loss over all columns, the least first."""
+    columns = max(loss.columns for loss in result.losses)
+    title = f"Behind the best arm, over {columns} columns: the least worst loss first"
+    table = Table(title=title, title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
+    for name in ("arm", "worst", "mean", "worst at"):
+        table.add_column(name, justify="right" if name in ("worst", "mean") else "left")
+    for loss in result.losses:
+        at = f"T={loss.length}, {loss.protocol}, {loss.task}, B={loss.budget}"
+        table.add_row(loss.arm, f"{loss.worst:.0%}", f"{loss.mean:.0%}", at)
+    return table
 
 
 def _tables(result: Result, group: Group, console: Console, below: Set[Place]) -> list[Table]:

@@ -126,8 +126,23 @@ class Difference(msgspec.Struct, frozen=True):
     interval: Interval
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """How far ``arm`` falls behind the best arm of a column, over its ``columns``: ``worst``, where
+    that is, and ``mean``. In [0, 1], see ``losses.losses``."""
+
+    arm: str
+    worst: float
+    mean: float
+    length: int
+    protocol: str
+    task: str
+    budget: int
+    columns: int
+
+
 class Result(msgspec.Struct, frozen=True):
-    """Contents of ``judge.json``. ``finished``: every case asked for is in it."""
+    """Contents of ``judge.json``. ``finished``: every case asked for is in it. ``losses``: the arm
+    that loses least everywhere first; empty in files of before they were there."""
 
     schema: int
     command: list[str]
@@ -139,6 +154,7 @@ class Result(msgspec.Struct, frozen=True):
     cells: list[Cell]
     differences: list[Difference]
     cases: list[CaseResult]
+    losses: list[Loss] = []
 
 
 C = TypeVar("C", bound=msgspec.Struct)

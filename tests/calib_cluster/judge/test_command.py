@@ -57,7 +57,10 @@ def test_a_whole_run(command, tmp_path, capsys):
         assert kept["chunkkv", 20] <= 20 and 40 < kept["chunkkv", 64] <= 64
     assert {d.beside for d in result.differences} == {"full", "paper", *PEERS.split(",")}
     out = capsys.readouterr().out
-    assert out.count("T=512, ") == 6 * 2 + 2 + 1  # a table each, and all answers together
+    tables, _, ranking = out.partition("Behind the best arm, over 26 columns")
+    assert tables.count("T=512, ") == 6 * 2 + 2 + 1  # a table each, and all answers together
+    assert ranking.count("T=512, ") == len(result.losses) == 6
+    assert [loss.worst for loss in result.losses] == sorted(loss.worst for loss in result.losses)
     assert "T=512, aware, needle, n=1" in out and "head minus it" in out
     assert re.search(r"paper: rule paper \(observe=64 .*uniform tables", " ".join(out.split()))
     assert max(map(len, out.split("\n")[:30])) <= 150
