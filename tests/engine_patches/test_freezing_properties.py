@@ -178,7 +178,7 @@ def run_programs(cached: bool, start: int) -> Counter[str]:
 HAPPENED = ("frozen", "uneven", "frozen again", "lost", "wait", "forced", "abort", "finish", "done")
 
 
-@pytest.mark.parametrize("start", range(2))
+@pytest.mark.parametrize("start", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_programs_with_the_prefix_cache(start):
     tally = run_programs(True, start)
     assert tally["programs"] >= PROGRAMS

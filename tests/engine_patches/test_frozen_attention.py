@@ -290,7 +290,7 @@ CASES = [(RULE, 3.0), (RULES["head"], 0.0), (RULES["paper"], 0.0), (MIX, 3.0), (
 @pytest.mark.parametrize(
     ("rule", "cap", "chunk", "kernel"),
     [(*case, chunk, "reference") for case in CASES for chunk in (9, 16, 50)]
-    + [(MIX, 3.0, 25, "triton")],
+    + [pytest.param(MIX, 3.0, 25, "triton", marks=pytest.mark.slow)],  # interpreted
 )
 def test_frozen_and_plain_requests_decode_together(rule, cap, chunk, kernel):
     engine = TwoLayers(rule, cap, kernel=kernel)

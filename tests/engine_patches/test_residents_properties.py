@@ -24,7 +24,7 @@ from tests.engine_patches.model import Engine
 from tests.engine_patches.model_memory import Setup
 
 PROGRAMS = 400
-"""Programs of one test; six tests make 2,400."""
+"""Programs of one test; six tests make 2,400, three of them quick."""
 
 WINDOWS = [1, 5, 16, 17, 24, 40, 40, FULL, FULL]
 
@@ -147,7 +147,9 @@ def run_programs(some_setups, start: int) -> Counter[str]:
     return tally
 
 
-@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)  # each half a minute
 def test_programs_with_the_prefix_cache(start):
     tally = run_programs(setups(cached=True), start)
     assert tally["programs"] >= PROGRAMS

@@ -20,6 +20,9 @@ LENGTHS = (700, 33, 512, 161, 900, 48, 300, 16)
 FLAGS = ("--kv-arena-bytes", "250MB", "--chunked-prefill-size", str(CHUNK))
 POISON = {"RAGGEDKV_POISON_FREED_PAGES": "1"}
 CASES = {"smollm2": 4, "gemma3": 0}  # model -> sinks
+# A server each. The same windows under a freeze are quick: test_serving_freeze, whose requests may
+# opt out of it, and test_serving_saturation.
+pytestmark = pytest.mark.slow
 
 
 class Served:
@@ -36,7 +39,7 @@ class Served:
         return self.server.info()["internal_states"][0]["raggedkv"]
 
 
-@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=list(CASES))
 def served(request, server_factory, tokenizer, tmp_path_factory) -> Served:
     model: Path = request.getfixturevalue(request.param)
     sinks = CASES[request.param]

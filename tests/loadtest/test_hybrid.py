@@ -74,6 +74,7 @@ def test_digits_are_tokens_of_their_own(tokenizer):
     assert len(tokenizer("12345")["input_ids"]) == 5
 
 
+@pytest.mark.slow  # half a minute
 def test_training_lowers_the_loss(tokenizer, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(training, "ROWS", 4)

@@ -16,10 +16,11 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)],  # a server each
-)
+# A server each. With policies, which are quicker to go wrong: test_serving_policies.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
 def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     reference = models.save(request.param, folder)
